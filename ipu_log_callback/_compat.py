@@ -1,0 +1,149 @@
+"""Lightning's two names and many versions: the only module that knows them.
+
+Every private name of another library that this package relies on is used here and nowhere else.
+
+==========================================  =====================================  ==============
+private name                                what for                               checked on
+==========================================  =====================================  ==============
+`Trainer._results`, `_Metadata`             logged calls are checked at capture    1.6.5-2.0.9
+`Trainer._logger_connector._current_fx`     put back after those checks            1.6.5-2.0.9
+`LightningModule._current_fx_name`          replay under the step's own name       1.6.5-2.0.9
+`IPUStrategy._training_opts`, `._inference  the user's options stay as they are,   1.6.5-2.0.9,
+_opts`                                      the strategy gets a clone              graphcore 0.1.0
+`torch.nn.Module._modules`                  metrics step aside while PopTorch      torch 1.13-2.13
+                                            moves the module
+==========================================  =====================================  ==============
+
+Each has a test in `tests/test_compat.py`.
+"""
+
+import dataclasses
+import sys
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, Optional, Type
+
+import torch
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Callback, LightningModule
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException
+else:
+    # Whoever imported Lightning first decides which of its two class trees is in use.
+    if "lightning.pytorch" not in sys.modules and find_spec("pytorch_lightning") is not None:
+        from pytorch_lightning import Callback, LightningModule
+        from pytorch_lightning.utilities.exceptions import MisconfigurationException
+    else:
+        from lightning.pytorch import Callback, LightningModule
+        from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+__all__ = [
+    "Callback",
+    "LightningModule",
+    "NAMESPACE",
+    "filed_under",
+    "is_ipu_strategy",
+    "namespace_of",
+    "options_replaced",
+    "submodules",
+    "trial_results",
+]
+
+
+def namespace_of(instance: object, name: str) -> Optional[str]:
+    """Which of Lightning's trees the class called `name` among an object's classes comes from."""
+    for base in type(instance).__mro__:
+        if base.__name__ == name and base.__module__.split(".")[0] in (
+            "pytorch_lightning",
+            "lightning",
+        ):
+            return "lightning" if base.__module__.startswith("lightning.") else "pytorch_lightning"
+    return None
+
+
+#: The distribution whose `Callback` this package's callback is: "lightning" or "pytorch_lightning".
+NAMESPACE = (
+    "lightning" if LightningModule.__module__.startswith("lightning.") else "pytorch_lightning"
+)
+
+
+def is_ipu_strategy(strategy: object) -> bool:
+    """Whether a strategy is Lightning's or Graphcore's `IPUStrategy`, or derives from one."""
+    return any(base.__name__ == "IPUStrategy" for base in type(strategy).__mro__)
+
+
+@contextmanager
+def trial_results(trainer: Any) -> Iterator[None]:
+    """Let `self.log` run for its checks only: nothing that it records outlives the block.
+
+    Lightning's own errors (an unsupported `reduce_fx`, one key logged twice with other options)
+    are then raised while a step is captured, before its long compilation. Only the checks are
+    made: recording a value makes tensors, which inside a compilation are on the device.
+    """
+    results, connector = trainer._results, trainer._logger_connector
+    if results is None:
+        yield
+        return
+    recorded, attributes = dict(results), dict(vars(results))
+    current_fx = connector._current_fx
+    results.clear()
+    vars(results)["log"] = _checks_of_recording(results)
+    try:
+        yield
+    finally:
+        results.update(recorded)
+        vars(results).clear()
+        vars(results).update(attributes)
+        connector._current_fx = current_fx
+
+
+def _checks_of_recording(results: Any) -> Callable[..., None]:
+    """The checks of `_ResultCollection.log`, which come from making and comparing `_Metadata`."""
+    metadata_class = sys.modules[type(results).__module__]._Metadata
+    fields = {field.name for field in dataclasses.fields(metadata_class)}
+    seen: Dict[str, Any] = {}
+
+    def check(fx: str, name: str, value: Any, *_: Any, **options: Any) -> None:
+        known = {key: option for key, option in options.items() if key in fields}
+        metadata = metadata_class(fx=fx, name=name, **known)
+        if seen.setdefault(name, metadata) != metadata:
+            raise MisconfigurationException(
+                f"You called `self.log({name}, ...)` twice in `{fx}` with different arguments. "
+                "This is not allowed"
+            )
+
+    return check
+
+
+@contextmanager
+def filed_under(module: Any, hook: str) -> Iterator[None]:
+    """File what is logged in the block under `hook`, as Lightning does around a step."""
+    before = module._current_fx_name
+    module._current_fx_name = hook
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
+@contextmanager
+def options_replaced(strategy: Any, replacements: Dict[str, Any]) -> Iterator[None]:
+    """Give a strategy other `training_opts` or `inference_opts` while the block runs."""
+    before = {name: getattr(strategy, "_" + name) for name in replacements}
+    for name, options in replacements.items():
+        setattr(strategy, "_" + name, options)
+    try:
+        yield
+    finally:
+        for name, options in before.items():
+            setattr(strategy, "_" + name, options)
+
+
+def submodules(module: torch.nn.Module) -> Dict[str, Any]:
+    """The dict in which a module keeps its children: an entry taken out is seen by nobody."""
+    return module._modules
+
+
+def lightning_class_of(module: Any) -> Type[Any]:
+    """The `LightningModule` class, of whichever tree, that a module derives from."""
+    return next(base for base in type(module).__mro__ if base.__name__ == "LightningModule")

@@ -1,0 +1,185 @@
+"""From a module and its first micro-batch to an executable: the dispatcher front end.
+
+The order of events is that of PopTorch 3.4 `_poplar_executor.py`, `_compileWithDispatch`: the whole module moves to the
+device, its Python runs once, and afterwards only parameters and buffers are put back.
+"""
+
+import dataclasses
+import warnings
+from typing import Any, Callable, ContextManager, Dict, Iterable, List, Tuple
+
+import torch
+
+from ipu_log_callback.emulator.anchors import AnchorReader
+from ipu_log_callback.emulator.arguments import Arguments
+from ipu_log_callback.emulator.batching import Geometry
+from ipu_log_callback.emulator.default_device import factories_on_device
+from ipu_log_callback.emulator.device_tensor import DEVICE, is_device_tensor
+from ipu_log_callback.emulator.errors import backend_error, python_error
+from ipu_log_callback.emulator.executable import Executable, Layout
+from ipu_log_callback.emulator.losses import final_loss
+from ipu_log_callback.emulator.program import compile_program
+from ipu_log_callback.emulator.structures import flatten, rebuild
+from ipu_log_callback.emulator.tracing import Recorder
+from ipu_log_callback.emulator.weights import named_state, state_restored, unwrapped
+
+__all__ = ["Request", "compile_step"]
+
+# PopTorch lets these replace their buffers (`_impl.py`, `BUFFERS_CAN_CHANGE`).
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+
+
+@dataclasses.dataclass
+class Request:
+    """What to compile.
+
+    Attributes:
+        model: The module.
+        arguments: The first micro-batch.
+        training: Whether weights are to be trained.
+        geometry: Micro-batches of an execution.
+        gradients_summed: Whether gradients are summed over accumulation and replicas instead of averaged.
+        buffers_broadcast: Whether replicas must have equal buffers.
+        anchors: Names of anchored tensors.
+        surroundings: Makes the context in which the step's Python runs.
+    """
+
+    model: torch.nn.Module
+    arguments: Arguments
+    training: bool
+    geometry: Geometry
+    gradients_summed: bool
+    buffers_broadcast: bool
+    anchors: List[str]
+    surroundings: Callable[[], ContextManager[None]]
+
+
+def compile_step(request: Request) -> Tuple[Executable, Any]:
+    """Compile; return the executable, and the step's result as a structure to be filled with outputs."""
+    recorder = Recorder()
+    try:
+        result = _run_step(request, recorder)
+        recorder.graph.fold_constants(recorder.values)
+        recorder.graph.remove_dead_calls()
+        return _build(request, recorder), result
+    finally:
+        recorder.close()
+
+
+def _run_step(request: Request, recorder: Recorder) -> Any:
+    model = request.model
+    # Before unwrapping: stale weights of a training twin must come to the host first.
+    host = named_state(model)
+    with unwrapped(model), factories_on_device(), state_restored(model), recorder.recording():
+        recorder.moving_parameters = True
+        model.to(DEVICE)
+        recorder.moving_parameters = False
+        recorder.name_states(host)
+        places = _places(model)
+        with request.surroundings():
+            inputs = (request.arguments.args, request.arguments.kwargs)
+            tensors = flatten(inputs)
+            _check_inputs(tensors)
+            args, kwargs = rebuild(inputs, [recorder.add_input(tensor) for tensor in tensors])
+            result = model(*args, **kwargs)
+        _check_places(places, _places(model))
+        recorder.graph.outputs = _outputs(result)
+        return result
+
+
+def _check_inputs(tensors: Iterable[torch.Tensor]) -> None:
+    for index, tensor in enumerate(tensors):
+        if tensor.requires_grad:
+            raise python_error(
+                "An input tensor to an IPU model can not have requires_grad set to True, however input "
+                f"{index} does: {tensor}\nYou can set requires_grad=True from within the model as an "
+                "alternative, and return gradients as outputs to your model, if required."
+            )
+
+
+def _places(model: torch.nn.Module) -> Dict[Tuple[str, str], Any]:
+    """Return which value each buffer and parameter of `model` names."""
+    places = {}
+    for prefix, module in model.named_modules():
+        if not isinstance(module, _BATCH_NORMS):
+            for name, tensor in module.named_buffers(prefix=prefix, recurse=False):
+                places["Buffer", name] = getattr(tensor, "_slot", tensor)
+    for name, tensor in model.named_parameters():
+        places["Parameter", name] = getattr(tensor, "_slot", tensor)
+    return places
+
+
+def _check_places(before: Dict[Tuple[str, str], Any], after: Dict[Tuple[str, str], Any]) -> None:
+    for (kind, name), value in before.items():
+        if (kind, name) not in after:
+            raise python_error(
+                f"{kind} {name} is removed from the model when calling the forward method."
+            )
+        now = after[kind, name]
+        if now is not value and not (isinstance(now, int) and now == value):
+            raise python_error(
+                f"{kind} {name} is reassigned within the model when calling the forward method. This is "
+                f"not supported. Consider using self.{name}.copy_(src) to copy data from a source tensor, "
+                "where src is the name of the source tensor."
+            )
+
+
+def _outputs(result: Any) -> List[int]:
+    slots = []
+    for tensor in flatten(result):
+        if is_device_tensor(tensor):
+            slots.append(tensor._slot)
+        else:
+            warnings.warn(
+                f"Output expected to be on the IPU but is on {tensor.device.type}", stacklevel=2
+            )
+    return slots
+
+
+def _build(request: Request, recorder: Recorder) -> Executable:
+    graph, geometry = recorder.graph, request.geometry
+    mutated = graph.mutated()
+    states = {name: graph.groups[slot] for name, slot in graph.states.items()}
+    host = named_state(request.model)
+    parameters = [name for name in states if isinstance(host[name], torch.nn.Parameter)]
+    buffers = [name for name in states if name not in parameters]
+    if geometry.replicas > 1 and request.buffers_broadcast and mutated & set(states.values()):
+        raise backend_error(
+            "PopTorch does not support broadcasting buffers. If your model is able to tolerate buffers "
+            "becoming out of sync between replicas, you can disable buffer broadcasting using "
+            "poptorch.Options.broadcastBuffers(False).",
+            source="poptorch/source/InplaceOps.cpp",
+        )
+    loss = final_loss(graph, recorder.values) if request.training else None
+    written = [i for i, slot in enumerate(graph.inputs) if graph.groups[slot] in mutated]
+    wanted = [*graph.outputs, *(graph.inputs[index] for index in written)]
+    lasting = {*states.values(), *(graph.groups[slot] for slot in graph.inputs)}
+    lasting |= {graph.groups[slot] for slot in graph.constants}
+    layout = Layout(
+        geometry=geometry,
+        parameters=parameters,
+        buffers=buffers,
+        trained=[name for name in parameters if host[name].requires_grad] if request.training else [],
+        snapshots=[graph.groups[slot] in lasting for slot in wanted],
+        outputs=len(graph.outputs),
+        constant_outputs={
+            index: graph.constants[slot]
+            for index, slot in enumerate(graph.outputs)
+            if slot in graph.constants and graph.groups[slot] not in mutated
+        },
+        written_inputs=written,
+        loss=None if loss is None else len(wanted),
+        loss_scale=_loss_scale(request),
+    )
+    program = compile_program(
+        graph, wanted if loss is None else [*wanted, loss], no_grad=not request.training
+    )
+    anchors = AnchorReader(request.anchors, [*parameters, *buffers], layout.trained, len(graph.inputs))
+    return Executable(program, layout, anchors)
+
+
+def _loss_scale(request: Request) -> float:
+    if request.gradients_summed:
+        return 1.0
+    return 1.0 / (request.geometry.accumulation * request.geometry.replicas)
+

@@ -1,0 +1,215 @@
+"""A compiled model on its device: weights, buffers, optimizer and random numbers of its own."""
+
+import dataclasses
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+
+from ipu_log_callback.emulator.anchors import AnchorReader
+from ipu_log_callback.emulator.batching import Collector, Geometry, micro_batches
+from ipu_log_callback.emulator.device_optimizer import DeviceOptimizer
+from ipu_log_callback.emulator.program import Program
+from ipu_log_callback.emulator.tracing import to_device_dtype
+
+__all__ = ["Executable", "Layout"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What a compiled step's values are.
+
+    Attributes:
+        geometry: Micro-batches of an execution.
+        parameters: Names of floating-point parameters, in order.
+        buffers: Names of floating-point buffers.
+        trained: Parameters that require gradients, in a training model.
+        snapshots: For each wanted value, whether it must be copied at once because it shares memory with something that
+            a later micro-batch may change.
+        outputs: How many of the program's values are outputs of the step.
+        constant_outputs: Values of the outputs that are constants, by their number; they come back once.
+        written_inputs: Numbers of the inputs that the step writes to; their values follow the outputs.
+        loss: Number of the final loss among the program's values, or ``None``.
+        loss_scale: What a micro-batch's gradients are multiplied with before they are summed up.
+    """
+
+    geometry: Geometry
+    parameters: List[str]
+    buffers: List[str]
+    trained: List[str]
+    snapshots: List[bool]
+    outputs: int
+    constant_outputs: Dict[int, torch.Tensor]
+    written_inputs: List[int]
+    loss: Optional[int]
+    loss_scale: float
+
+
+class Executable:
+    """Executes a program on micro-batches.
+
+    Attributes:
+        weights: The device's parameters by name, shared by all replicas.
+        buffers: The device's buffers by name, for each replica.
+        optimizer: Updates the weights; ``None`` in an inference model.
+        seed: Seed of the device's random numbers.
+    """
+
+    def __init__(self, program: Program, layout: Layout, anchors: AnchorReader) -> None:
+        self.program = program
+        self.layout = layout
+        self.anchors = anchors
+        self.weights: Dict[str, torch.Tensor] = {}
+        self.buffers: List[Dict[str, torch.Tensor]] = []
+        self.optimizer: Optional[DeviceOptimizer] = None
+        self.seed = 0
+        self._rng = torch.Generator().manual_seed(0).get_state()
+
+    # Weights
+
+    def upload(self, host: Dict[str, torch.Tensor]) -> None:
+        """Copy parameters and buffers from the host's tensors, by name, to every replica."""
+        with torch.no_grad():
+            for name in self.layout.parameters:
+                value = to_device_dtype(host[name].detach())
+                if name in self.weights:
+                    self.weights[name].copy_(value)
+                else:
+                    self.weights[name] = value.clone().requires_grad_(name in self.layout.trained)
+            self.buffers = [
+                {name: to_device_dtype(host[name].detach()).clone() for name in self.layout.buffers}
+                for _ in range(self.layout.geometry.replicas)
+            ]
+
+    def upload_buffers(self, host: Dict[str, torch.Tensor]) -> None:
+        """Copy the given buffers to every replica."""
+        for replica in self.buffers:
+            for name, value in host.items():
+                replica[name].copy_(value)
+
+    def download(self, host: Dict[str, torch.Tensor]) -> None:
+        """Copy parameters, and the first replica's buffers, into the host's tensors of the same names."""
+        with torch.no_grad():
+            for name, value in {**self.weights, **self.buffers[0]}.items():
+                host[name].copy_(value)
+
+    # Random numbers
+
+    def seed_random_numbers(self, seed: int) -> None:
+        """Start the device's random numbers from `seed`."""
+        self.seed = seed
+        self._rng = torch.Generator().manual_seed(seed).get_state()
+
+    @property
+    def rng_state(self) -> List[int]:
+        """Seed, then state of the device's random numbers."""
+        return [self.seed, *self._rng.tolist()]
+
+    @rng_state.setter
+    def rng_state(self, state: Sequence[int]) -> None:
+        if len(state) == 1:
+            self.seed_random_numbers(state[0])
+        else:
+            self.seed = state[0]
+            self._rng = torch.tensor(state[1:], dtype=torch.uint8)
+
+    @contextmanager
+    def _device_random_numbers(self) -> Iterator[None]:
+        if not self.program.is_random:
+            yield
+            return
+        host = torch.get_rng_state()
+        torch.set_rng_state(self._rng)
+        try:
+            yield
+        finally:
+            self._rng = torch.get_rng_state()
+            torch.set_rng_state(host)
+
+    # Execution
+
+    def execute(self, inputs: Sequence[torch.Tensor]) -> Tuple[List[torch.Tensor], Dict[str, torch.Tensor]]:
+        """Run all micro-batches of one execution.
+
+        Args:
+            inputs: The step's tensor arguments, for all micro-batches: ``[micro-batches * dim 0, ...]``.
+
+        Returns:
+            The outputs of the step, then the values of inputs that the step wrote to; and the anchored tensors by name.
+        """
+        layout, geometry = self.layout, self.layout.geometry
+        slices = [micro_batches(to_device_dtype(tensor), geometry.total) for tensor in inputs]
+        count = layout.outputs + len(layout.written_inputs)
+        collectors = [Collector(geometry) for _ in range(count)]
+        anchored = {name: Collector(geometry) for name in self.anchors.names}
+        grad = torch.enable_grad() if layout.loss is not None else torch.no_grad()
+        with grad, self._device_random_numbers():
+            for step in range(geometry.per_replica):
+                read = []
+                for replica in range(geometry.replicas):
+                    mine = [part[step * geometry.replicas + replica] for part in slices]
+                    values, found = self._micro_batch(mine, replica)
+                    read.append(found)
+                    for collector, value, snapshot in zip(collectors, values, layout.snapshots):
+                        value = value.detach()
+                        collector.add(value.clone() if snapshot else value, step, replica)
+                if self.optimizer is not None and (step + 1) % geometry.accumulation == 0:
+                    self.optimizer.step()
+                self._collect_anchors(anchored, read, step)
+        outputs = [
+            layout.constant_outputs[index].clone() if index in layout.constant_outputs else collector.result()
+            for index, collector in enumerate(collectors)
+        ]
+        return outputs, {name: collector.result() for name, collector in anchored.items()}
+
+    def _micro_batch(
+        self, inputs: Sequence[torch.Tensor], replica: int
+    ) -> Tuple[Tuple[torch.Tensor, ...], Dict[str, torch.Tensor]]:
+        """Run forward and backward pass of one micro-batch on one replica."""
+        buffers = self.buffers[replica]
+        # Detached: a buffer updated from a differentiable value must not tie this micro-batch to the next.
+        states = [
+            self.weights[name] if name in self.weights else buffers[name].detach()
+            for name in self.program.states
+        ]
+        values = self.program.run(inputs, states)
+        if self.layout.loss is None:
+            gradients = {}
+        else:
+            gradients = self._backward(values[self.layout.loss])
+        if not self.anchors.names:
+            return values, {}
+        loss = values[self.layout.loss] if self.layout.loss is not None else torch.empty(0)
+        every = {**self.weights, **buffers}
+        return values, self.anchors.before_update(inputs, every, gradients, loss)
+
+    def _backward(self, loss: torch.Tensor) -> Dict[str, torch.Tensor]:
+        """Add this micro-batch's share to the gradients; return its own gradients if an anchor wants them."""
+        scale = self.layout.loss_scale
+        if not loss.requires_grad:
+            return {}
+        if not self.anchors.needs_gradients:
+            loss.backward(torch.full_like(loss, scale) if scale != 1.0 else None)
+            return {}
+        params = [self.weights[name] for name in self.layout.trained]
+        grads = torch.autograd.grad(loss.sum(), params, allow_unused=True)
+        for param, grad in zip(params, grads):
+            if grad is not None:
+                share = grad * scale
+                param.grad = share if param.grad is None else param.grad + share
+        return {
+            name: torch.zeros_like(param) if grad is None else grad
+            for name, param, grad in zip(self.layout.trained, params, grads)
+        }
+
+    def _collect_anchors(
+        self, anchored: Dict[str, Collector], read: List[Dict[str, torch.Tensor]], step: int
+    ) -> None:
+        if not anchored:
+            return
+        updated: Dict[str, Any] = {}
+        if self.optimizer is not None and self.anchors.needs_update:
+            updated = self.anchors.after_update(self.weights, self.optimizer)
+        for replica, found in enumerate(read):
+            for name, collector in anchored.items():
+                collector.add(found[name] if name in found else updated[name], step, replica)

@@ -1,0 +1,114 @@
+"""What goes wrong, in words.
+
+One class per *reaction*: a caller who can do something different about two faults finds two classes,
+everybody else catches `IPULogError`. Every text has the same shape, built by `report`: a headline
+that stands alone in a truncated log, then one aligned row per question a reader asks next.
+"""
+
+import warnings
+from typing import TYPE_CHECKING, Iterable, Optional
+
+if TYPE_CHECKING:
+    from .record import CallSite
+
+__all__ = [
+    "CallbackSetupError",
+    "IPULogError",
+    "IPULogWarning",
+    "KeySelectionError",
+    "MissingStepRecordError",
+    "OutputModeError",
+    "SecondLossError",
+    "StepCaptureError",
+    "bytes_text",
+    "names_text",
+    "report",
+    "warn",
+]
+
+LIGHTNING_ISSUE = "Lightning issue 7965"
+
+
+class IPULogError(RuntimeError):
+    """Root of every error that this package raises."""
+
+
+class KeySelectionError(IPULogError, ValueError):
+    """An argument of `IPULogCallback` cannot be what the user meant. Raised by the constructor."""
+
+
+class CallbackSetupError(IPULogError):
+    """Trainer, strategy and callback do not fit together. Raised in `setup`, before anything runs."""
+
+
+class StepCaptureError(IPULogError):
+    """The step's Python does something that cannot be carried across compilation.
+
+    Raised while the step is captured, before PopTorch starts its long compilation.
+    """
+
+
+class SecondLossError(StepCaptureError):
+    """A logged torch loss would be a second independent loss for PopTorch."""
+
+
+class OutputModeError(IPULogError):
+    """The output mode that the user insists on cannot give what a logged call needs."""
+
+
+class MissingStepRecordError(IPULogError):
+    """A compiled step was executed whose Python this callback never saw."""
+
+
+class IPULogWarning(UserWarning):
+    """Category of every warning of this package."""
+
+
+def report(headline: str, **rows: str) -> str:
+    """Lay out one message: a headline that stands alone, then one aligned row per question.
+
+    Args:
+        headline: The call as the user typed it, the step, received versus expected.
+        **rows: Row name to text, in the order given; an empty text leaves its row out.
+
+    Example:
+        >>> print(report("`self.log(1)` failed", where="net.py:3", fix="log a name"))
+        `self.log(1)` failed
+            where  net.py:3
+            fix    log a name
+    """
+    shown = {name: text for name, text in rows.items() if text}
+    width = max(map(len, shown), default=0)
+    lines = [headline]
+    for name, text in shown.items():
+        first, *others = text.splitlines()
+        lines.append(f"    {name:<{width}}  {first}")
+        lines.extend(" " * (width + 6) + other for other in others)
+    return "\n".join(lines)
+
+
+def warn(message: str, site: "Optional[CallSite]" = None) -> None:
+    """Give a warning of this package; it points at the user's line where one is known."""
+    if site is None:
+        warnings.warn(message, IPULogWarning, stacklevel=3)
+    else:
+        warnings.warn_explicit(message, IPULogWarning, site.file, site.line)
+
+
+def names_text(names: Iterable[str], limit: int = 8, width: int = 60) -> str:
+    """Quote names for a message: at most `limit` of them, each cut to `width` characters."""
+    shortened = [name if len(name) <= width else name[: width - 1] + "…" for name in names]
+    text = ", ".join(f"'{name}'" for name in shortened[:limit])
+    return text + (f" and {len(shortened) - limit} more" if len(shortened) > limit else "")
+
+
+def bytes_text(count: Optional[int]) -> str:
+    """Say a number of bytes as a person would, e.g. `64 B` or `3.8 MB`."""
+    if count is None:
+        return "unknown"
+    size = float(count)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"

@@ -1,0 +1,186 @@
+"""Listening to a `poptorch.PoplarExecutor`: what it compiles, what it returns.
+
+The strategy keeps one executor a stage in its public `poptorch_models`. A listener stands between
+the executor and whoever calls it, in place and under the same identity, so that a strategy, a
+subclass of one, or a user's own call all get what the step returned.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Callable, Iterator, Optional
+
+from .compilation import Compilation
+from .errors import MissingStepRecordError, report, warn
+from .geometry import Geometry, fold
+from .record import AnchoredOutput, LoggedCall, StepRecord
+from .replay import Replay
+from .selection import Selection
+from .wire import Returned, Wire
+
+__all__ = ["Execution", "ExecutorListener"]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """The anchored outputs of one execution, waiting to be replayed."""
+
+    replay: Replay
+    returned: Returned
+
+
+class ExecutorListener:
+    """Captures the step that an executor compiles and unpacks what it returns.
+
+    Args:
+        executor: The executor.
+        module: The LightningModule.
+        selection: Which keys to anchor.
+        training: Whether it is the training executor.
+        own_mode: Geometry with the output mode of the user's own options.
+        on_execution: Called with every `Execution`.
+        on_compiled: Called with the listener after every compilation.
+    """
+
+    def __init__(
+        self,
+        executor: Any,
+        module: Any,
+        selection: Selection,
+        training: bool,
+        own_mode: Optional[Geometry],
+        on_execution: Callable[[Execution], None],
+        on_compiled: "Callable[[ExecutorListener], None]",
+    ) -> None:
+        self._executor = executor
+        self._module = module
+        self._selection = selection
+        self._training = training
+        self._own_mode = own_mode
+        self._on_execution = on_execution
+        self._on_compiled = on_compiled
+        self.record: Optional[StepRecord] = None
+        self.wire = Wire()
+        self.fetched: Geometry
+        self._own: Geometry
+        self._replay: Optional[Replay] = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Stand in the executor's place while the block runs."""
+        executor, plain = self._executor, type(self._executor)
+        # PopTorch changes a wrapped model's class in the same way: `__call__` is looked up on the
+        # class, and a stand-in object would not be the executor that others hold.
+        executor.__class__ = _listening_class(plain, self)
+        try:
+            yield
+        finally:
+            executor.__class__ = plain
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Capture what is compiled in the block, if anything is."""
+        if self._executor.isCompiled():
+            yield
+            return
+        self.record = None
+        compilation = Compilation(self._module, self._selection)
+        with compilation.under_way():
+            yield
+        if compilation.record is not None:
+            self._prepare(compilation.record, compilation.wire)
+
+    def received(self, returned: Any) -> Any:
+        """Take one execution's outputs apart; returns what the step returned."""
+        if self.record is None:
+            if self._selection:
+                raise _missing_record(self._module)
+            return returned
+        output, anchored = self.wire.unpack(returned, self._own, self.fetched)
+        if self._replay is not None:
+            self._on_execution(Execution(self._replay, anchored))
+        if isinstance(output, dict) and self.wire.carries_anchored:
+            output = self._with_anchored(output, anchored)
+        return output
+
+    def _prepare(self, record: StepRecord, wire: Wire) -> None:
+        self.record, self.wire = record, wire
+        self.fetched = Geometry.from_options(self._executor.options, self._training)
+        own = self._own_mode
+        self._own = (
+            self.fetched
+            if own is None
+            else replace(self.fetched, output_mode=own.output_mode, period=own.period)
+        )
+        self._replay = Replay(record, wire, self.fetched) if record.events else None
+        if wire.carries_anchored and not self.fetched.sees_every_micro_batch:
+            _warn_inexact(record, self.fetched)
+        self._on_compiled(self)
+
+    def _with_anchored(self, output: Any, anchored: Returned) -> Any:
+        """A dict output with the logged tensors in it, where their keys are free."""
+        output = dict(output) if type(output) is dict else output
+        results = self.fetched.results
+        for event in self.record.logged if self.record is not None else ():
+            if (
+                isinstance(event, LoggedCall)
+                and isinstance(event.value, AnchoredOutput)
+                and event.name not in output
+            ):
+                values = anchored.of(event.value, results).reshape(-1)
+                if self._own != self.fetched:
+                    values = fold(values, (), self._own)
+                output[event.name] = (
+                    values if len(values.shape) and len(values) > 1 else (values.reshape(()))
+                )
+        return output
+
+
+def _listening_class(plain: Any, listener: ExecutorListener) -> type:
+    """A subclass of the executor's class that lets the listener see what comes and goes."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with listener.compiling():
+            returned = plain.__call__(self, *args, **kwargs)
+        return listener.received(returned)
+
+    def compile(self: Any, *args: Any, **kwargs: Any) -> None:
+        with listener.compiling():
+            plain.compile(self, *args, **kwargs)
+
+    def loadExecutable(self: Any, *args: Any, **kwargs: Any) -> None:
+        with listener.compiling():
+            plain.loadExecutable(self, *args, **kwargs)
+
+    members = {
+        "__call__": __call__,
+        "compile": compile,
+        "loadExecutable": loadExecutable,
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+    }
+    return type(plain.__name__, (plain,), members)
+
+
+def _missing_record(module: Any) -> MissingStepRecordError:
+    return MissingStepRecordError(
+        report(
+            f"a compiled step of `{type(module).__name__}` was executed whose Python this "
+            "callback never saw, expected it to be captured when it was compiled or loaded",
+            why="which of its outputs are logged, and how, is known only from that run of its "
+            "Python",
+            fix="load it after the trainer has set up, e.g. in `on_fit_start`:\n"
+            "trainer.strategy.poptorch_models[RunningStage.TRAINING].loadExecutable(filename)",
+        )
+    )
+
+
+def _warn_inexact(record: StepRecord, geometry: Geometry) -> None:
+    seen = f"{geometry.results} of {geometry.micro_batches}"
+    warn(
+        report(
+            f"`{record.owner}.{record.step}` logs {seen} micro-batches of an execution",
+            received=f"poptorch.OutputMode.{geometry.output_mode}, with output_mode='keep'",
+            why="the other micro-batches do not come back; means and metrics differ from a CPU run",
+            fix="IPULogCallback(..., output_mode='auto')",
+        )
+    )

@@ -1,0 +1,215 @@
+"""Host side: a step record and what one execution returned become calls of `self.log` again.
+
+A logged call is replayed once an execution. Its value stands for all micro-batches of the
+execution, reduced by the call's own `reduce_fx`, and it weighs as much as all of them together: an
+`on_epoch` value is then what a CPU run of the same micro-batches gives.
+
+Metric calls are replayed micro-batch by micro-batch, before the logged calls: metric objects then
+hold the epoch's data, once, as after a CPU run.
+"""
+
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+
+from .errors import OutputModeError, report
+from .geometry import Geometry
+from .record import (
+    AnchoredOutput,
+    LiveValue,
+    LoggedCall,
+    LoggedCollection,
+    MetricResult,
+    StepRecord,
+    map_leaves,
+)
+from .wire import Returned, Wire
+
+__all__ = ["Replay", "reduction_of"]
+
+LogFunction = Callable[..., None]
+
+_REDUCTIONS: Dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": lambda values: values.mean(0),
+    "sum": lambda values: values.sum(0),
+    "min": lambda values: values.amin(0),
+    "max": lambda values: values.amax(0),
+}
+
+
+def reduction_of(options: Mapping[str, Any]) -> str:
+    """Name of the `reduce_fx` that a logged call was given: mean, sum, min or max.
+
+    Lightning takes the names in any case, `"avg"` for the mean, and the functions of torch and
+    Python that have these names.
+    """
+    reduce_fx = options.get("reduce_fx", "mean")
+    name = (reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__).lower()
+    return "mean" if name == "avg" else name
+
+
+class Replay:
+    """The way back of one compiled step; prepared once, called after every execution.
+
+    Args:
+        record: What was captured.
+        wire: How the step's outputs are laid out.
+        geometry: Micro-batches and the output mode that the executor was given.
+
+    Raises:
+        OutputModeError: A logged call needs what the output mode cannot give.
+    """
+
+    def __init__(self, record: StepRecord, wire: Wire, geometry: Geometry) -> None:
+        self.record = record
+        self._geometry = geometry
+        self._columns: Dict[int, Tuple[bool, int]] = {}
+        for is_float, group in ((True, wire.floats), (False, wire.integers)):
+            self._columns.update({a.index: (is_float, n) for n, a in enumerate(group)})
+        self._logged = [(event, self._options_of(event)) for event in record.logged]
+        self._metric_calls = record.metric_calls
+        _check_output_mode(record, geometry)
+
+    def __call__(self, returned: Returned, log: LogFunction, log_dict: LogFunction) -> None:
+        """Replay one execution.
+
+        Args:
+            returned: The anchored outputs of the execution.
+            log: Called as `log(name, value, **options)`.
+            log_dict: Called as `log_dict(collection, names, **options)`.
+        """
+        results = self._replay_metric_calls(returned) if self._metric_calls else {}
+        reduced: Dict[Tuple[bool, str], Sequence[torch.Tensor]] = {}
+        for event, options in self._logged:
+            if isinstance(event, LoggedCollection):
+                log_dict(event.collection, event.names, **options)
+                continue
+            name, value = event.name, event.value
+            # a key's reduction is cheap because all keys of a kind are reduced in one operation
+            if isinstance(value, AnchoredOutput) and "batch_size" not in event.options:
+                is_float, column = self._columns[value.index]
+                kind = (is_float, reduction_of(options))
+                if kind not in reduced:
+                    reduced[kind] = self._reduced_columns(returned, *kind)
+                log(name, reduced[kind][column], **options)
+            else:
+                value, weight = self._value(event, returned, results)
+                log(name, value, **(dict(options, batch_size=weight) if weight else options))
+
+    def _options_of(self, event: Any) -> Dict[str, Any]:
+        """The call's options, its `batch_size` counted for the whole execution."""
+        options = dict(event.options)
+        size = options.get("batch_size")
+        if isinstance(size, int):
+            options["batch_size"] = size * self._geometry.micro_batches
+        elif isinstance(size, torch.Tensor):
+            options["batch_size"] = int(size) * self._geometry.micro_batches
+        return options
+
+    def _reduced_columns(
+        self, returned: Returned, is_float: bool, reduction: str
+    ) -> Sequence[torch.Tensor]:
+        block = returned.floats if is_float else returned.integers
+        return self._reduce(block, reduction).unbind(0)
+
+    def _reduce(self, values: torch.Tensor, reduction: str) -> torch.Tensor:
+        """Reduce `[results, ...]` over dimension 0."""
+        if not values.is_floating_point():
+            values = values.long() if reduction != "mean" else values.double()
+        elif values.dtype in (torch.float16, torch.bfloat16):
+            values = values.float()
+        summed = self._geometry.micro_batches_per_result
+        if len(values) == 1 and self._geometry.results > 1 and reduction == "sum":
+            # made of constants only: it came back once, for every micro-batch
+            values = values * self._geometry.micro_batches
+        elif len(values) > 1 or summed > 1:
+            values = _REDUCTIONS[reduction](values)
+            if reduction == "mean" and summed > 1:
+                values = values / summed
+        else:
+            values = values[0]
+        return values.to(torch.get_default_dtype()) if values.dtype == torch.double else values
+
+    def _value(
+        self, event: LoggedCall, returned: Returned, results: Mapping[int, List[Any]]
+    ) -> Tuple[Any, Optional[int]]:
+        """A logged call's value for one execution, and its weight where a tensor gives it."""
+        reduction = reduction_of(event.options)
+        count = self._geometry.results
+        weights: Optional[torch.Tensor] = None
+        size = event.options.get("batch_size")
+        if isinstance(size, AnchoredOutput):
+            weights = returned.of(size, count).reshape(count)
+
+        def of(leaf: Any) -> Any:
+            if isinstance(leaf, LiveValue):
+                return leaf.function()
+            if isinstance(leaf, AnchoredOutput):
+                values = returned.of(leaf, count).reshape(count)
+            elif isinstance(leaf, MetricResult):
+                values = _stacked(results[leaf.number], leaf.key)
+            else:
+                return leaf
+            if weights is not None and reduction == "mean" and int(weights.sum()) > 0:
+                values = values.to(torch.get_default_dtype()) * weights
+                return values.sum() / weights.sum()
+            return self._reduce(values, reduction)
+
+        value = map_leaves(event.value, of)
+        return value, None if weights is None else int(weights.sum())
+
+    def _replay_metric_calls(self, returned: Returned) -> Dict[int, List[Any]]:
+        """Call every metric with every micro-batch's arguments, in order."""
+        count = self._geometry.results
+        results: Dict[int, List[Any]] = {}
+        for result in range(count):
+
+            def argument(leaf: Any, result: int = result) -> Any:
+                if isinstance(leaf, AnchoredOutput):
+                    return returned.of(leaf, count)[result]
+                return leaf.function() if isinstance(leaf, LiveValue) else leaf
+
+            for call in self._metric_calls:
+                args = map_leaves(call.args, argument)
+                kwargs = map_leaves(dict(call.kwargs), argument)
+                method = (
+                    call.metric if call.method == "forward" else getattr(call.metric, call.method)
+                )
+                results.setdefault(call.number, []).append(method(*args, **kwargs))
+        return results
+
+
+def _stacked(values: List[Any], key: Optional[str]) -> torch.Tensor:
+    """One metric call's results over the micro-batches, `[results, ...]`."""
+    picked = [value if key is None else value[key] for value in values]
+    return torch.stack([torch.as_tensor(value).detach() for value in picked])
+
+
+def _check_output_mode(record: StepRecord, geometry: Geometry) -> None:
+    """Refuse what `Sum` cannot give: anything but means and sums of scalars."""
+    if geometry.micro_batches_per_result == 1:
+        return
+    step = f"{record.owner}.{record.step}"
+    for event in record.events:
+        if isinstance(event, LoggedCall):
+            weighted = isinstance(event.options.get("batch_size"), AnchoredOutput)
+            reduction = reduction_of(event.options)
+            if reduction in ("mean", "sum") and not weighted:
+                continue
+            call = f"`self.log('{event.name}', ..., reduce_fx='{reduction}')` in `{step}`"
+            if weighted:
+                call = f"`self.log('{event.name}', ..., batch_size=tensor)` in `{step}`"
+        elif isinstance(event, LoggedCollection):
+            continue
+        else:
+            call = f"`self.{event.path}.{event.method}(...)` in `{step}`"
+        raise OutputModeError(
+            report(
+                f"{call} needs every micro-batch, received their sum",
+                where=str(event.site),
+                received="poptorch.OutputMode.Sum, with output_mode='keep'",
+                expected="poptorch.OutputMode.All",
+                why="the device adds the micro-batches up; only means and sums survive that",
+                fix="IPULogCallback(..., output_mode='auto')",
+            )
+        )

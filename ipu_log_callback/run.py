@@ -1,0 +1,221 @@
+"""One run of a trainer on an IPU strategy: what the callback changes there, and puts back."""
+
+import functools
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Optional
+
+from . import _compat
+from .errors import LIGHTNING_ISSUE, bytes_text, names_text, report, warn
+from .executors import Execution, ExecutorListener
+from .geometry import Geometry
+from .metrics import Metrics
+from .selection import Selection
+
+__all__ = ["Run"]
+
+
+class Run:
+    """From `Callback.setup` to `teardown` or `on_exception`.
+
+    Args:
+        trainer: The trainer, with an IPU strategy.
+        module: Its LightningModule.
+        callback: The callback, which must be first among the trainer's callbacks.
+        selection: Which keys to anchor; nothing is selected when the callback is not enabled.
+        exact: Whether the output mode may be changed so that every micro-batch comes back.
+        tell_dropped: Whether to say what was logged and not selected.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        module: Any,
+        callback: Any,
+        selection: Selection,
+        exact: bool,
+        tell_dropped: bool,
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._callback = callback
+        self._selection = selection
+        self._exact = exact
+        self._tell_dropped = tell_dropped
+        self._own_modes: Dict[bool, Geometry] = {}
+        self._pending: Optional[Execution] = None
+        self.listeners: List[ExecutorListener] = []
+        self._undo = ExitStack()
+
+    def begin(self) -> None:
+        """Change what must be changed before the strategy is set up."""
+        strategy = self._trainer.strategy
+        with ExitStack() as stack:
+            stack.enter_context(_first_callback(self._trainer, self._callback))
+            if self._selection and self._exact:
+                stack.enter_context(self._every_micro_batch_returned(strategy))
+            setup = functools.partial(self._setup_strategy, strategy.setup)
+            stack.enter_context(_instance_attribute(strategy, "setup", setup))
+            self._undo = stack.pop_all()
+
+    def end(self) -> None:
+        """Put everything back. Harmless when called again."""
+        self._pending = None
+        self._undo.close()
+
+    def replay(self, step: str) -> None:
+        """Replay the execution that has just ended, if it has not been replayed."""
+        execution, self._pending = self._pending, None
+        if execution is None or execution.replay.record.step != step:
+            return
+        with _compat.filed_under(self._module, step):
+            execution.replay(execution.returned, self._log, self._log_collection)
+
+    def tell(self) -> None:
+        """Say once what was logged and not selected, and what was selected and never logged."""
+        self._warn_of_dropped()
+        for pattern, nearest in self._selection.unmatched() if self.listeners else ():
+            warn(
+                report(
+                    f"`IPULogCallback(keys=[{pattern!r}])` selected nothing in this run",
+                    nearest=names_text(nearest),
+                    fix="use a name that a step gives to `self.log`, or a glob that matches one",
+                )
+            )
+
+    # -- the strategy -----------------------------------------------------------------------
+
+    @contextmanager
+    def _every_micro_batch_returned(self, strategy: Any) -> Iterator[None]:
+        """Give the strategy clones of its options whose output mode is `All`, where needed."""
+        fitting = self._trainer.state.fn in ("fit", "tune")
+        names = ("training_opts", "inference_opts") if fitting else ("inference_opts",)
+        replacements = {}
+        for name in names:
+            # the strategy asks executors of an earlier run for their replicas, if it has any
+            with _instance_attribute(strategy, "poptorch_models", {}):
+                options = getattr(strategy, name)
+            training = name == "training_opts"
+            geometry = Geometry.from_options(options, training)
+            if not geometry.sees_each_micro_batch:
+                replacements[name] = _returning_all(options)
+                self._own_modes[training] = geometry
+        with _compat.options_replaced(strategy, replacements):
+            yield
+
+    def _setup_strategy(self, setup: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The strategy's own `setup`, then listen to the executors that it made."""
+        strategy = self._trainer.strategy
+        with Metrics(self._module).hidden(only_with_state=True):
+            result = setup(*args, **kwargs)
+        heard: List[Any] = []
+        for stage, executor in strategy.poptorch_models.items():
+            if any(executor is other for other in heard):
+                continue  # the sanity check shares the validation executor
+            heard.append(executor)
+            training = str(getattr(stage, "value", stage)) == "train"
+            listener = ExecutorListener(
+                executor,
+                self._module,
+                self._selection,
+                training,
+                self._own_modes.get(training),
+                self._keep,
+                self._compiled,
+            )
+            self.listeners.append(listener)
+            self._undo.enter_context(listener.listening())
+        return result
+
+    def _keep(self, execution: Execution) -> None:
+        self._pending = execution
+
+    def _compiled(self, listener: ExecutorListener) -> None:
+        if all(other.record is not None for other in self.listeners):
+            self._warn_of_dropped()
+
+    # -- logging ----------------------------------------------------------------------------
+
+    def _log(self, name: str, value: Any, **options: Any) -> None:
+        # Lightning's own method: an override of the user's has run at capture
+        _compat.lightning_class_of(self._module).log(self._module, name, value, **options)
+
+    def _log_collection(self, collection: Any, names: Any, **options: Any) -> None:
+        base = _compat.lightning_class_of(self._module)
+
+        def log_selected(name: str, value: Any, **others: Any) -> None:
+            if name in names:
+                base.log(self._module, name, value, **others)
+
+        with _instance_attribute(self._module, "log", log_selected):
+            base.log_dict(self._module, collection, **options)
+
+    def _warn_of_dropped(self) -> None:
+        """Once a run: as soon as every step is compiled, or at its end."""
+        if not self._tell_dropped:
+            return
+        rows: List[str] = []
+        keys: List[str] = []
+        total = 0
+        for listener in self.listeners:
+            record = listener.record
+            if record is None or not record.dropped:
+                continue
+            count = listener.fetched.micro_batches
+            size = sum(dropped.bytes for dropped in record.dropped) * count
+            names = [dropped.name for dropped in record.dropped]
+            rows.append(f"{record.step}: {names_text(names)} ({bytes_text(size)} per execution)")
+            keys += [name for name in names if name not in keys]
+            total += size
+        if not keys:
+            return
+        self._tell_dropped = False
+        shown = ", ".join(f'"{name}"' for name in keys[:8]) if len(keys) <= 8 else '"*"'
+        warn(
+            report(
+                f"{len(keys)} logged keys were not anchored and so not logged: {names_text(keys)}",
+                dropped="\n".join(rows),
+                cost=f"{bytes_text(total)} per execution would travel to the host",
+                why="a compiled step runs its Python once; only anchored tensors come back "
+                f"({LIGHTNING_ISSUE})",
+                fix=f"IPULogCallback(keys=[{shown}]), or enabled=False to say nothing",
+            )
+        )
+
+
+@contextmanager
+def _instance_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an object an attribute of its own while the block runs."""
+    attributes = vars(owner)
+    had, before = name in attributes, attributes.get(name)
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        if had:
+            attributes[name] = before
+        else:
+            attributes.pop(name, None)
+
+
+@contextmanager
+def _first_callback(trainer: Any, callback: Any) -> Iterator[None]:
+    """Put the callback before all others, which read in a hook what it logs there.
+
+    A list that is being iterated must not be edited: a new one is bound.
+    """
+    before = trainer.callbacks
+    first = [callback, *(other for other in before if other is not callback)]
+    trainer.callbacks = first
+    try:
+        yield
+    finally:
+        if trainer.callbacks is first:
+            trainer.callbacks = before
+
+
+def _returning_all(options: Any) -> Any:
+    from poptorch import OutputMode
+
+    clone = options.clone()
+    clone.outputMode(OutputMode.All)
+    return clone

@@ -1,0 +1,115 @@
+"""Packing and unpacking, with the device played by concatenation."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from ipu_log_callback.geometry import Geometry
+from ipu_log_callback.record import AnchoredOutput
+from ipu_log_callback.structure import map_tensors, tensors_of
+from ipu_log_callback.wire import pack
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Box:
+    """A batch type of the user's own."""
+
+    def __init__(self, inside):
+        self.inside = inside
+        self.label = "box"
+
+
+def executed(packed_of_each):
+    """What one execution returns under `All`: dimension 0 of each output, concatenated."""
+    count = len(packed_of_each)
+    columns = list(zip(*map(tensors_of, packed_of_each)))
+    joined = iter(
+        torch.cat([t.reshape(-1, *t.shape[1:]) for t in column]) if count > 1 else column[0]
+        for column in columns
+    )
+    return map_tensors(packed_of_each[0], lambda _: next(joined))
+
+
+def anchored_of(tensors):
+    return [AnchoredOutput(i, tuple(t.shape), t.dtype) for i, t in enumerate(tensors)]
+
+
+TENSORS = [
+    lambda: torch.randn(()),
+    lambda: torch.randn(1, 1).half(),
+    lambda: torch.randint(2**24, 2**31 - 1, ()).int(),
+    lambda: torch.randn(2, 3),
+    lambda: torch.rand(()) > 0.5,
+    lambda: torch.randint(0, 9, (4,)).int(),
+]
+
+OUTPUTS = [
+    lambda: None,
+    lambda: torch.randn(()),
+    lambda: {"loss": torch.randn(()), "deep": [torch.randn(2), "text"], "n": 3},
+    lambda: Pair(torch.randn(3), torch.randn(())),
+    lambda: (torch.randn(2), [torch.randn(1)]),
+    lambda: Box({"x": torch.randn(2)}),
+]
+
+
+@pytest.mark.parametrize("structured", [True, False])
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("count", [1, 6])
+def test_what_is_packed_comes_back(count, output, structured):
+    """Own outputs and anchored outputs come back with their values, shapes and types."""
+    geometry = Geometry(iterations=count, accumulation=1, replicas=1)
+    outputs = [output() for _ in range(count)]
+    rows = [[make() for make in TENSORS] for _ in range(count)]
+    anchored = anchored_of(rows[0])
+    packed = [
+        pack(own, anchored, dict(enumerate(row)), structured) for own, row in zip(outputs, rows)
+    ]
+    wire = packed[0][1]
+
+    own, got = wire.unpack(executed([p for p, _ in packed]), geometry, geometry)
+
+    for index, output_ in enumerate(anchored):
+        expected = torch.stack([row[index] for row in rows])
+        assert torch.equal(got.of(output_, count), expected.to(got.of(output_, count).dtype))
+    assert type(own) is type(outputs[0])
+    expected_own = tensors_of(executed(outputs)) if outputs[0] is not None else []
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(own), expected_own))
+    if isinstance(own, dict):
+        assert own["deep"][1] == "text" and own["n"] == 3
+    if isinstance(own, Box):
+        assert own.label == "box"
+
+
+@pytest.mark.parametrize("scalars", [1, 10, 100])
+def test_any_number_of_scalars_is_one_output_per_dtype_class(scalars):
+    """Every output is a stream copy of its own, so scalars travel together, 4 bytes each."""
+    floats = [torch.randn(()) for _ in range(scalars)]
+    integers = [torch.ones((), dtype=torch.int32) for _ in range(scalars)]
+    tensors = floats + integers
+    packed, wire = pack(None, anchored_of(tensors), dict(enumerate(tensors)), structured=True)
+    assert len(tensors_of(packed)) == wire.extra_outputs == 2
+    assert wire.bytes_per_execution(results=6) == 4 * 6 * len(tensors)
+
+
+def test_nothing_anchored_leaves_the_output_alone():
+    """With nothing selected the compiled step returns the very object that the step returned."""
+    output = {"loss": torch.zeros(())}
+    packed, wire = pack(output, [], {}, structured=True)
+    assert packed is output
+    assert not wire.carries_anchored
+
+
+def test_a_large_integer_is_exact():
+    """An integer above 2^24 does not pass through a float32."""
+    value = torch.tensor(2**24 + 1, dtype=torch.int32)
+    (anchored,) = anchored_of([value])
+    packed, wire = pack(None, [anchored], {0: value}, structured=True)
+    geometry = Geometry(1, 1, 1)
+    _, got = wire.unpack(packed, geometry, geometry)
+    assert int(got.of(anchored, 1)) == 2**24 + 1
