@@ -5,8 +5,9 @@ every call is *captured* while the step is compiled, and *replayed* on the host 
 execution with the values that came back. Off the IPU both are identities.
 """
 
+from .anchor import anchor
 from .callback import IPULogCallback
 from .errors import IPULogError, IPULogWarning
 from .live import live
 
-__all__ = ["IPULogCallback", "IPULogError", "IPULogWarning", "live"]
+__all__ = ["IPULogCallback", "IPULogError", "IPULogWarning", "anchor", "live"]

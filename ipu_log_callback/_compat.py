@@ -6,10 +6,13 @@ Every private name of another library that this package relies on is used here a
 private name                                what for                               checked on
 ==========================================  =====================================  ==============
 `Trainer._results`, `_Metadata`             logged calls are checked at capture    1.6.5-2.0.9
+`Trainer._results.dataloader_idx`           the history has the loggers' names     1.6.5-2.0.9
 `Trainer._logger_connector._current_fx`     put back after those checks            1.6.5-2.0.9
 `LightningModule._current_fx_name`          replay under the step's own name       1.6.5-2.0.9
 `IPUStrategy._training_opts`, `._inference  the user's options stay as they are,   1.6.5-2.0.9,
 _opts`                                      the strategy gets a clone              graphcore 0.1.0
+`Metric._update_count`, `._defaults`,       a metric that took a whole execution   torchmetrics
+`._forward_cache`, `._computed`, `._cache`  at once is left as after single ones   0.11-1.9
 `torch.nn.Module._modules`                  metrics step aside while PopTorch      torch 1.13-2.13
                                             moves the module
 ==========================================  =====================================  ==============
@@ -26,27 +29,39 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, Optional, Type
 import torch
 
 if TYPE_CHECKING:
+    from lightning_fabric.utilities.exceptions import MisconfigurationException
+    from pytorch_lightning import Callback, LightningModule
+    from pytorch_lightning.utilities.rank_zero import rank_zero_info
+# Whoever imported Lightning first decides which of its two class trees is in use.
+elif "lightning.pytorch" not in sys.modules and find_spec("pytorch_lightning") is not None:
     from pytorch_lightning import Callback, LightningModule
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
+    from pytorch_lightning.utilities.rank_zero import rank_zero_info
 else:
-    # Whoever imported Lightning first decides which of its two class trees is in use.
-    if "lightning.pytorch" not in sys.modules and find_spec("pytorch_lightning") is not None:
-        from pytorch_lightning import Callback, LightningModule
-        from pytorch_lightning.utilities.exceptions import MisconfigurationException
-    else:
-        from lightning.pytorch import Callback, LightningModule
-        from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch import Callback, LightningModule
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 __all__ = [
+    "NAMESPACE",
     "Callback",
     "LightningModule",
-    "NAMESPACE",
+    "count_updates",
+    "dataloader_suffix",
+    "current_hook",
     "filed_under",
     "is_ipu_strategy",
+    "last_value",
+    "lightning_class_of",
+    "metric_attributes",
+    "metric_lists",
     "namespace_of",
     "options_replaced",
+    "rank_zero_info",
+    "shown_value",
     "submodules",
     "trial_results",
+    "update_count",
 ]
 
 
@@ -103,7 +118,7 @@ def _checks_of_recording(results: Any) -> Callable[..., None]:
     fields = {field.name for field in dataclasses.fields(metadata_class)}
     seen: Dict[str, Any] = {}
 
-    def check(fx: str, name: str, value: Any, *_: Any, **options: Any) -> None:
+    def check(fx: str, name: str, _value: Any, **options: Any) -> None:
         known = {key: option for key, option in options.items() if key in fields}
         metadata = metadata_class(fx=fx, name=name, **known)
         if seen.setdefault(name, metadata) != metadata:
@@ -113,6 +128,12 @@ def _checks_of_recording(results: Any) -> Callable[..., None]:
             )
 
     return check
+
+
+def current_hook(module: Any) -> Optional[str]:
+    """The hook, or step, of a LightningModule that the trainer is calling."""
+    name: Optional[str] = module._current_fx_name
+    return name
 
 
 @contextmanager
@@ -137,6 +158,61 @@ def options_replaced(strategy: Any, replacements: Dict[str, Any]) -> Iterator[No
     finally:
         for name, options in before.items():
             setattr(strategy, "_" + name, options)
+
+
+# What a torchmetrics object keeps besides its states.
+_METRIC_BOOKKEEPING = frozenset(("_update_count", "_computed", "_forward_cache", "_cache"))
+
+
+def metric_attributes(metric: Any) -> Dict[str, Any]:
+    """A metric's states and its plain numbers and strings: all that an update can leave behind."""
+    return {
+        name: value
+        for name, value in vars(metric).items()
+        if name not in _METRIC_BOOKKEEPING
+        and (name in metric._defaults or isinstance(value, (int, float, str)))
+    }
+
+
+def metric_lists(metric: Any) -> Dict[str, int]:
+    """Lengths of the states that a metric keeps as lists of one entry an update."""
+    return {
+        name: len(getattr(metric, name))
+        for name, default in metric._defaults.items()
+        if isinstance(default, list) and isinstance(getattr(metric, name), list)
+    }
+
+
+def update_count(metric: Any) -> int:
+    """How many updates a metric has seen since its last reset."""
+    return int(metric._update_count)
+
+
+def count_updates(metric: Any, more: int) -> None:
+    """Count updates that a metric took together with another one."""
+    metric._update_count += more
+
+
+def shown_value(metric: Any) -> Any:
+    """What Lightning logs for a metric object `on_step`: what its last `forward` returned."""
+    return metric._forward_cache
+
+
+def dataloader_suffix(trainer: Any) -> str:
+    """What Lightning appends to a key where there are several loaders, else nothing."""
+    index = getattr(trainer._results, "dataloader_idx", None)
+    return "" if index is None else f"/dataloader_idx_{index}"
+
+
+@contextmanager
+def last_value(metric: Any, value: Any) -> Iterator[None]:
+    """Let Lightning find `value` where it looks for what a metric's last `forward` returned."""
+    before = metric._forward_cache
+    metric._forward_cache = value
+    try:
+        yield
+    finally:
+        metric._forward_cache = before
 
 
 def submodules(module: torch.nn.Module) -> Dict[str, Any]:

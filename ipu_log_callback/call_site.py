@@ -11,13 +11,24 @@ __all__ = ["call_site", "source_line", "user_frame_of"]
 
 #: Packages whose frames stand between the user's code and this package.
 _MACHINERY = frozenset(
-    "ipu_log_callback torch torchmetrics pytorch_lightning lightning lightning_fabric "
-    "lightning_utilities lightning_graphcore poptorch contextlib functools".split()
+    (
+        "contextlib",
+        "functools",
+        "ipu_log_callback",
+        "lightning",
+        "lightning_fabric",
+        "lightning_graphcore",
+        "lightning_utilities",
+        "poptorch",
+        "pytorch_lightning",
+        "torch",
+        "torchmetrics",
+    )
 )
 
 
 def _is_machinery(module_name: str) -> bool:
-    return module_name.split(".")[0] in _MACHINERY
+    return module_name.partition(".")[0] in _MACHINERY
 
 
 def call_site() -> CallSite:

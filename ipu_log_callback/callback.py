@@ -1,13 +1,33 @@
 """`IPULogCallback`: Lightning's hooks."""
 
+# ruff: noqa: ARG002 - the hooks' signatures are Lightning's
+#
 # No postponed annotations here: LightningCLI with the jsonargparse of Python 3.8 drops arguments
 # whose annotations it cannot evaluate.
-from typing import Any, Dict, Optional, Sequence, Union
+from dataclasses import replace
+from html import escape
+from typing import TYPE_CHECKING, Any, Dict, Optional, Sequence, Union
 
 from . import _compat
-from .errors import CallbackSetupError, KeySelectionError, report
+from .anchor import stored_by
+from .captured import Captured
+from .cost import Cost
+from .errors import (
+    CallbackSetupError,
+    KeySelectionError,
+    MissingExtraError,
+    MissingStepRecordError,
+    report,
+)
+from .history import History
+from .inspection import Inspector
+from .inspection_settings import inspection_parts, settings_of
+from .measurement import Measurement
 from .run import Run
 from .selection import Selection, parse_names
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["IPULogCallback"]
 
@@ -20,13 +40,20 @@ class IPULogCallback(_compat.Callback):
     ones as outputs of the step, and replays the calls after every execution with the values that
     came back. On any other strategy it does nothing.
 
-    =================  ==================================================  ========================
-    key                value                                               at
-    =================  ==================================================  ========================
-    as in the step     reduced by the call's `reduce_fx` over the          `on_train_batch_end`,
-                       micro-batches of an execution (`on_step`),          `on_validation_batch_end`,
-                       over the epoch (`on_epoch`)                         `on_test_batch_end`
-    =================  ==================================================  ========================
+    ==============  =============================================  =========================
+    key             value                                          logged in
+    ==============  =============================================  =========================
+    as in the step  reduced by the call's `reduce_fx` over the     `on_train_batch_end`,
+                    micro-batches of an execution (`on_step`), or  `on_validation_batch_end`,
+                    over the epoch (`on_epoch`)                    `on_test_batch_end`
+    `grad/norm`     norm of all `gradients` together, mean over    `on_train_batch_end`
+                    the execution's weight updates
+    ==============  =============================================  =========================
+
+    With `gradients`, `weights`, `optimizer_state`, `activations` and `tensors` a key
+    `<kind>/<name>/<statistic>` each, such as `grad/encoder.0.weight/norm`; the kind is `grad`,
+    `weight`, `optim`, `activation` or `tensor`. An execution's updates or micro-batches are
+    averaged; of `min`, `max` and `abs_max` the extreme is taken.
 
     Args:
         keys: Names, or globs such as `"val_*"` and `"*"`, of what to anchor: keys of `self.log`
@@ -36,11 +63,56 @@ class IPULogCallback(_compat.Callback):
         enabled: False makes every `self.log` in a compiled step a silent no-op.
         output_mode: `"auto"` has every micro-batch returned, whatever output mode the strategy's
             `poptorch.Options` have, so that values are exact; hooks still see the step's outputs as
-            those options promise. `"keep"` leaves the options alone.
+            those options promise. It does so where something is selected; `"all"` in any case,
+            for steps that only call `anchor`. `"keep"` leaves the options alone.
+        history: True, or how many executions of each step to keep in `history`, micro-batch by
+            micro-batch; True keeps the last 10 000.
+        gradients: Names or globs of parameters, as `named_parameters()` of the module gives them,
+            whose gradients are anchored. The gradient is that of a weight update: averaged or
+            summed over accumulation and replicas as `poptorch.Options` say, without loss scaling,
+            before clipping: what plain PyTorch has in `.grad`. Each costs the parameter's size per
+            micro-batch.
+        weights: Likewise for weights after the execution's last update.
+        optimizer_state: `<parameter>/<state>`, e.g. `"head.*/exp_avg"`, names or globs of the
+            optimizer's states, with PyTorch's names for states. Those that PopART has a stable name
+            for (`momentum_buffer`, `exp_avg`, `exp_avg_sq`, `square_avg`, `grad_avg`) are anchored;
+            any other is read from a `poptorch.optim` optimizer, which copies all states of all
+            parameters from the device: set `every_n_executions`.
+        activations: Attribute paths or globs of submodules whose outputs are anchored: the first
+            tensor of what a submodule returns, the calls of one step stacked.
+        tensors: Name of your own to PopART's name of a tensor, one of `tensor_names()`; in
+            the training model, or in every model of a run without training.
+        statistics: Which statistics of all these are logged: `"norm"`, `"mean"`, `"std"`, `"min"`,
+            `"max"`, `"abs_max"`, `"nonfinite"` (fraction of NaN and infinities).
+        reduce_activations: `"stats"` computes the statistics of activations on the device, so that
+            only they travel.
+        every_n_executions: How often the tensors of the arguments above, and of `anchor`, are
+            looked at: at the first execution of a step and every n-th from there. They travel each
+            time; logged keys are replayed each time.
+        histograms: Also log the tensors as histograms to TensorBoard and W&B loggers.
+        cost_warning: Warn when anchoring adds more than so many bytes to an execution of a step;
+            `None` never warns.
+        measure_cost: Log seconds: `ipu_log/execution_seconds`, `ipu_log/host_seconds` (this
+            callback's own work) and, where the device counts them, `ipu_log/round_trip_seconds` and
+            `ipu_log/ipu_to_host_seconds`; the end of the run summarises them at level INFO.
+
+    Attributes:
+        anchored: Tensors of the last execution that was looked at. `anchor(name, ...)` and
+            submodules by their names, `[results, *shape]`, micro-batches in the order
+            `[iterations, accumulation, replicas]`; `grad/<parameter>`, `[updates, *shape]`;
+            `weight/<parameter>` and `optim/<parameter>/<state>`, `[1, *shape]`; `tensors` by your
+            names, `[results, *shape]`.
+        cost: Bytes per execution and output streams of all that is anchored, known after each
+            compile; `print` shows a table.
+        measured: What `measure_cost` measured, over all runs of this callback.
+        history: What was replayed, key to entries; readable while training runs, after an
+            interrupt, and after the run.
+        captured: What was captured in each compiled step; readable as long.
 
     Raises:
-        KeySelectionError: `keys` is not a str or a sequence of str, has an empty or a double
-            entry, or `output_mode` is unknown.
+        KeySelectionError: `keys`, or another argument that takes names, is not a str or a sequence
+            of str or has an empty or a double entry; an argument has an unknown value; in the
+            strategy's setup, a glob matches nothing.
         CallbackSetupError: In `setup`: a second `IPULogCallback`, or a trainer of the other
             Lightning distribution.
 
@@ -55,13 +127,25 @@ class IPULogCallback(_compat.Callback):
         *,
         enabled: bool = True,
         output_mode: str = "auto",
+        history: Union[bool, int] = False,
+        gradients: Union[str, Sequence[str]] = (),
+        weights: Union[str, Sequence[str]] = (),
+        optimizer_state: Union[str, Sequence[str]] = (),
+        activations: Union[str, Sequence[str]] = (),
+        tensors: Optional[Dict[str, str]] = None,
+        statistics: Union[str, Sequence[str]] = ("norm",),
+        reduce_activations: Optional[str] = None,
+        every_n_executions: int = 1,
+        histograms: bool = False,
+        cost_warning: Optional[int] = 1_000_000,
+        measure_cost: bool = False,
     ) -> None:
         parse_names(keys, "keys")
-        if output_mode not in ("auto", "keep"):
+        if output_mode not in ("auto", "all", "keep"):
             raise KeySelectionError(
                 report(
                     f"`IPULogCallback(output_mode={output_mode!r})` received an unknown mode, "
-                    "expected 'auto' or 'keep'",
+                    "expected 'auto', 'all' or 'keep'",
                     fix="output_mode='auto' for exact values, 'keep' to leave "
                     "poptorch.Options as they are",
                 )
@@ -69,6 +153,24 @@ class IPULogCallback(_compat.Callback):
         self.keys = keys
         self.enabled = enabled
         self.output_mode = output_mode
+        self.history = History(history)
+        self.captured = Captured()
+        self.gradients = gradients
+        self.weights = weights
+        self.optimizer_state = optimizer_state
+        self.activations = activations
+        self.tensors = tensors
+        self.statistics = statistics
+        self.reduce_activations = reduce_activations
+        self.every_n_executions = every_n_executions
+        self.histograms = histograms
+        self.cost_warning = cost_warning
+        self.measure_cost = measure_cost
+        self.anchored: Dict[str, Any] = {}
+        self.cost = Cost()
+        self.measured = Measurement()
+        self._tensor_names: Dict[str, Sequence[str]] = {}
+        settings_of(self)
         self._runs: Dict[int, Run] = {}
 
     def __repr__(self) -> str:
@@ -78,7 +180,49 @@ class IPULogCallback(_compat.Callback):
             parts.append("enabled=False")
         if self.output_mode != "auto":
             parts.append(f"output_mode={self.output_mode!r}")
+        if self.history.keep:
+            parts.append(f"history={self.history.keep}")
+        parts += inspection_parts(self)
         return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        return f"<p><code>{escape(repr(self))}</code></p>{self.captured._repr_html_()}"
+
+    def plot(self, *keys: str) -> "Figure":
+        """Draw what the history holds: micro-batch values faint, executions and epochs solid.
+
+        Args:
+            *keys: Which keys; none for all. Keys that differ in the step's name only
+                (`train_loss`, `val_loss`) share a panel.
+
+        Returns:
+            A `matplotlib.figure.Figure`, which a notebook shows and `savefig` writes.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+            UnknownKeyError: The history has nothing of a key.
+        """
+        try:
+            from .plot import draw
+        except ImportError as error:
+            raise MissingExtraError("callback.plot()", "matplotlib", "notebook") from error
+        return draw(self.history, keys or tuple(self.history))
+
+    def tensor_names(self, step: str = "training_step") -> Sequence[str]:
+        """PopART's names of all tensors of a compiled step, for `tensors`.
+
+        Raises:
+            MissingStepRecordError: The step was not compiled in a run of this callback.
+        """
+        if step not in self._tensor_names:
+            raise MissingStepRecordError(
+                report(
+                    f"`callback.tensor_names({step!r})` was called before the step was compiled",
+                    compiled=", ".join(self._tensor_names) or "no step",
+                    fix="call it in a hook such as `on_train_batch_end`, or after `trainer.fit`",
+                )
+            )
+        return self._tensor_names[step]
 
     def __getstate__(self) -> Dict[str, Any]:
         # a run belongs to its trainer: a copy or a pickle of the callback starts without one
@@ -90,17 +234,25 @@ class IPULogCallback(_compat.Callback):
         """Prepare a run on an IPU strategy; leave any other alone."""
         _check_namespace(trainer)
         _check_alone(self, trainer)
+        stored_by(trainer, self)
         if not _compat.is_ipu_strategy(trainer.strategy):
             return
         self._end(trainer)  # a run that was interrupted ends here at the latest
+        self.history.begin()
+        if trainer.state.fn == "fit":
+            self.captured.clear()
         wanted = self.enabled and not getattr(trainer, "barebones", False)
+        selection = Selection(parse_names(self.keys, "keys") if wanted else ())
+        settings = replace(settings_of(self), enabled=wanted)
+        asked = self.output_mode == "all" or bool(selection) or settings.needs_every_micro_batch
         run = Run(
             trainer,
             pl_module,
             self,
-            Selection(parse_names(self.keys, "keys") if wanted else ()),
-            exact=self.output_mode == "auto",
+            selection,
+            exact=wanted and asked and self.output_mode != "keep",
             tell_dropped=wanted,
+            inspector=Inspector(self, trainer, pl_module, settings),
         )
         self._runs[id(trainer)] = run
         run.begin()
@@ -121,6 +273,22 @@ class IPULogCallback(_compat.Callback):
         """Replay the metric calls of the execution's `predict_step`."""
         self._replay(trainer, "predict_step")
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Keep the values of the training epoch before, now that Lightning has them all."""
+        self.history.epoch_over(trainer, "training_step")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Keep the values of the last training epoch."""
+        self.history.epoch_over(trainer, "training_step")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Keep the values of the validation epoch."""
+        self.history.epoch_over(trainer, "validation_step")
+
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+        """Keep the values of the test epoch."""
+        self.history.epoch_over(trainer, "test_step")
+
     def teardown(self, trainer: Any, pl_module: Any, stage: Optional[str] = None) -> None:
         """Say what was not logged, and put everything back."""
         run = self._runs.get(id(trainer))
@@ -129,17 +297,21 @@ class IPULogCallback(_compat.Callback):
                 run.tell()
         finally:
             self._end(trainer)
+            stored_by(trainer, None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Put everything back: `teardown` is not called after an exception."""
-        self._end(trainer)
+        run = self._runs.pop(id(trainer), None)
+        stored_by(trainer, None)
+        if run is not None:
+            run.abandon(interrupted=isinstance(exception, KeyboardInterrupt))
 
     # -- runs -------------------------------------------------------------------------------
 
     def _replay(self, trainer: Any, step: str) -> None:
         run = self._runs.get(id(trainer))
         if run is not None:
-            run.replay(step)
+            run.batch_over(step)
 
     def _end(self, trainer: Any) -> None:
         run = self._runs.pop(id(trainer), None)

@@ -10,8 +10,8 @@ import inspect
 import re
 import threading
 import warnings
-from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Tuple
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Mapping, Optional, Set, Tuple
 
 import torch
 from torchmetrics import MetricCollection
@@ -19,8 +19,10 @@ from torchmetrics import MetricCollection
 from . import _compat
 from .call_site import call_site
 from .errors import StepCaptureError, report, warn
-from .metrics import Metrics, PendingMetricValue, is_metric
+from .loss_watch import LossWatch
+from .metrics import Metrics, PendingMetricValue, is_metric, result_keys
 from .record import (
+    AnchoredCall,
     AnchoredOutput,
     CallSite,
     DroppedKey,
@@ -28,6 +30,7 @@ from .record import (
     LiveValue,
     LoggedCall,
     LoggedCollection,
+    LoggedResults,
     MetricCall,
     MetricResult,
     StepRecord,
@@ -36,6 +39,7 @@ from .record import (
 )
 from .selection import Selection
 from .step_errors import describe_value, explained
+from .structure import tensors_of
 from .wire import Wire, pack
 
 __all__ = ["Capture", "current_capture"]
@@ -84,6 +88,9 @@ class Capture:
         self._events: List[Event] = []
         self._dropped: Dict[str, DroppedKey] = {}
         self._frozen: Set[str] = set()
+        self._losses = LossWatch()
+        self.takes_anchors = True
+        self.reserved: FrozenSet[str] = frozenset()
         self._anchors: Dict[int, AnchoredOutput] = {}
         self._tensors: List[torch.Tensor] = []
         # keeps the originals alive: an anchor is found again by the identity of its tensor
@@ -96,10 +103,16 @@ class Capture:
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the step's Python with everything that it logs recorded."""
-        with self._active(), _compat.trial_results(self.module.trainer):
-            with _logging_intercepted(self.module), self._metrics.recorded(self.record_metric):
-                with explained(self.name):
-                    return function(*args, **kwargs)
+        with ExitStack() as stack:
+            stack.enter_context(self._active())
+            stack.enter_context(_compat.trial_results(self.module.trainer))
+            stack.enter_context(_logging_intercepted(self.module))
+            stack.enter_context(self._metrics.recorded(self.record_metric))
+            stack.enter_context(explained(self.name))
+            if not in_trace_mode():
+                # in trace mode the tracer alone watches torch's functions
+                stack.enter_context(self._losses)
+            return function(*args, **kwargs)
 
     def finish(self, output: Any) -> Tuple[Any, StepRecord, Wire]:
         """Decide what is wanted and pack it with what the step returned.
@@ -114,7 +127,13 @@ class Capture:
                 events.append(event)
             elif event.method in ("update", "forward"):
                 self._drop(event.path, event, event.site)
-        record = StepRecord(self.step, self.owner, tuple(events), tuple(self._dropped.values()))
+        record = StepRecord(
+            self.step,
+            self.owner,
+            tuple(events),
+            tuple(self._dropped.values()),
+            self._losses_besides(output),
+        )
         packed, wire = pack(
             output,
             record.anchored,
@@ -166,6 +185,13 @@ class Capture:
                 self._check_call(original, collection, options=options)
             self._events.append(LoggedCollection(collection, selected, dict(options), site))
 
+    def record_log_results(self, pending: PendingMetricValue, options: Mapping[str, Any]) -> None:
+        """Record one `self.log_dict` of a metric call's result whose keys are not known yet."""
+        if self._selection:
+            self._events.append(
+                LoggedResults(pending.result, self._selection.selects, dict(options), call_site())
+            )
+
     def record_metric(
         self, metric: Any, path: str, method: str, args: Tuple[Any, ...], kwargs: Dict[str, Any]
     ) -> Any:
@@ -185,12 +211,43 @@ class Capture:
         if method in ("update", "reset"):
             return None
         call = f"self.{path}(...)" if method == "forward" else f"self.{path}.compute()"
-        if isinstance(metric, torch.nn.ModuleDict):
+        keys = result_keys(metric)
+        if keys is not None:
             return {
-                key: PendingMetricValue(MetricResult(number, key), call, self.name)
-                for key in metric.keys()
+                key: PendingMetricValue(MetricResult(number, key), call, self.name) for key in keys
             }
         return PendingMetricValue(MetricResult(number), call, self.name)
+
+    def record_anchor(self, name: str, kind: str, value: Any, **reduced: Any) -> None:
+        """Record a tensor, or the few numbers that it was reduced to, to come back under a name.
+
+        Args:
+            name: The name.
+            kind: First part of its logged keys.
+            value: A tensor or a tuple of them.
+            **reduced: `statistics` or `edges` of `AnchoredCall`.
+
+        Raises:
+            StepCaptureError: The step has an anchor of that name, or `tensors` has one.
+        """
+        site = call_site()
+        calls = (e for e in self._events if isinstance(e, AnchoredCall) and e.name == name)
+        first = next((str(event.site) for event in calls), "")
+        if name in self.reserved:
+            first = "IPULogCallback(tensors=...)"
+        if first:
+            raise StepCaptureError(
+                report(
+                    f"`anchor('{name}', ...)` in `{self.name}` received a name used before, "
+                    "expected one name for one tensor",
+                    where=f"{site}, first in {first}",
+                    why="the tensors would take each other's place in `callback.anchored`",
+                    fix=f"anchor('{name}_2', ...)",
+                )
+            )
+        self._events.append(
+            AnchoredCall(name, kind, map_leaves(value, self._leaf), site, **reduced)
+        )
 
     # -- values -----------------------------------------------------------------------------
 
@@ -305,9 +362,22 @@ class Capture:
                 map_leaves(event.value, visit)
             elif isinstance(event, LoggedCollection):
                 wanted.add(id(self._metrics.root_of(event.collection)))
-            elif self._selection.selects(event.path):
+            elif isinstance(event, LoggedResults):
+                visit(event.result)
+            elif isinstance(event, MetricCall) and self._selection.selects(event.path):
                 wanted.add(self._root(event))
         return wanted
+
+    def _losses_besides(self, output: Any) -> Tuple[str, ...]:
+        """Keys whose values came out of a loss function and are not what the step returned."""
+        returned = tensors_of(output)
+        names = []
+        for event in self._events:
+            if isinstance(event, LoggedCall) and isinstance(event.value, AnchoredOutput):
+                value = self._originals[event.value.index]
+                if self._losses.saw(value) and not any(value is own for own in returned):
+                    names.append(event.name)
+        return tuple(names)
 
     def _root(self, event: MetricCall) -> int:
         return id(self._metrics.root_of(event.metric))
@@ -371,15 +441,15 @@ def _logging_intercepted(module: Any) -> Iterator[None]:
     def captured_log_dict(self: Any, *args: Any, **kwargs: Any) -> None:
         capture = current_capture()
         passed = dict_signature.bind(self, *args, **kwargs).arguments
-        if (
-            capture is None
-            or capture.module is not self
-            or not isinstance(passed["dictionary"], MetricCollection)
-        ):
+        _, dictionary = passed.pop("self"), passed.pop("dictionary")
+        if capture is None or capture.module is not self:
             log_dict(self, *args, **kwargs)
-            return
-        _, collection = passed.pop("self"), passed.pop("dictionary")
-        capture.record_log_collection(log_dict, collection, passed)
+        elif isinstance(dictionary, MetricCollection):
+            capture.record_log_collection(log_dict, dictionary, passed)
+        elif isinstance(dictionary, PendingMetricValue):
+            capture.record_log_results(dictionary, passed)
+        else:
+            log_dict(self, *args, **kwargs)
 
     base.log, base.log_dict = captured_log, captured_log_dict
     try:

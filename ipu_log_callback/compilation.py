@@ -11,14 +11,14 @@ but parameters and buffers (`_poplar_executor.py`, `_compileWithDispatch`). Arou
 import functools
 import threading
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 
 from .capture import Capture
-from .errors import SecondLossError, report
+from .errors import SecondLossError, names_text, report
 from .metrics import Metrics
-from .record import AnchoredOutput, LoggedCall, StepRecord
+from .record import AnchoredCall, AnchoredOutput, LoggedCall, StepRecord
 from .selection import Selection
 from .wire import Wire
 
@@ -40,11 +40,18 @@ class Compilation:
     Args:
         module: The LightningModule.
         selection: Which keys to anchor.
+        capturing: Makes what else holds around the step's Python while it is captured.
     """
 
-    def __init__(self, module: Any, selection: Selection) -> None:
+    def __init__(
+        self,
+        module: Any,
+        selection: Selection,
+        capturing: Callable[[Capture], ContextManager[None]],
+    ) -> None:
         self._module = module
         self._selection = selection
+        self._capturing = capturing
         self._metrics = Metrics(module)
         self.record: Optional[StepRecord] = None
         self.wire = Wire()
@@ -89,7 +96,8 @@ class Compilation:
         def run(*args: Any, **kwargs: Any) -> Any:
             capture = Capture(self._module, step, self._selection, self._metrics)
             with self._metrics.shown():
-                output = capture.run(function, *args, **kwargs)
+                with self._capturing(capture):
+                    output = capture.run(function, *args, **kwargs)
                 packed, self.record, self.wire = capture.finish(output)
             return packed
 
@@ -125,16 +133,18 @@ def _device_type(value: Any) -> Optional[str]:
 
 
 def _second_loss(record: StepRecord, error: Exception) -> SecondLossError:
-    suspects = [
+    anchored: List[Union[AnchoredCall, LoggedCall]] = [
         event
-        for event in record.logged
-        if isinstance(event, LoggedCall) and isinstance(event.value, AnchoredOutput)
+        for event in record.events
+        if isinstance(event, (AnchoredCall, LoggedCall)) and isinstance(event.value, AnchoredOutput)
     ]
-    names = ", ".join(f"'{event.name}'" for event in suspects)
+    suspects = [event for event in anchored if event.name in record.losses] or anchored
+    names = names_text(event.name for event in suspects)
+    call = "self.log" if any(isinstance(event, LoggedCall) for event in suspects) else "anchor"
     return SecondLossError(
         report(
-            f"`{record.owner}.{record.step}` logs a torch loss that PopTorch takes for a second "
-            f"loss of the model; anchored: {names}",
+            f"`{call}({names}, ...)` in `{record.owner}.{record.step}` received a torch loss "
+            "that PopTorch takes for a second loss of the model",
             where=", ".join(str(event.site) for event in suspects),
             received=str(error).splitlines()[0],
             expected="one torch loss function in training, that of the returned loss",

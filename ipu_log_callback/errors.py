@@ -1,8 +1,8 @@
 """What goes wrong, in words.
 
-One class per *reaction*: a caller who can do something different about two faults finds two classes,
-everybody else catches `IPULogError`. Every text has the same shape, built by `report`: a headline
-that stands alone in a truncated log, then one aligned row per question a reader asks next.
+One class per *reaction*: a caller who can do something different about two faults finds two
+classes, everybody else catches `IPULogError`. Every text has the same shape, built by `report`: a
+headline that stands alone in a truncated log, then one aligned row per question a reader asks next.
 """
 
 import warnings
@@ -16,10 +16,13 @@ __all__ = [
     "IPULogError",
     "IPULogWarning",
     "KeySelectionError",
+    "MissingExtraError",
     "MissingStepRecordError",
     "OutputModeError",
     "SecondLossError",
     "StepCaptureError",
+    "UnknownKeyError",
+    "UnknownTensorError",
     "bytes_text",
     "names_text",
     "report",
@@ -38,7 +41,7 @@ class KeySelectionError(IPULogError, ValueError):
 
 
 class CallbackSetupError(IPULogError):
-    """Trainer, strategy and callback do not fit together. Raised in `setup`, before anything runs."""
+    """Trainer, strategy and callback do not fit together. Raised in `setup`."""
 
 
 class StepCaptureError(IPULogError):
@@ -54,6 +57,35 @@ class SecondLossError(StepCaptureError):
 
 class OutputModeError(IPULogError):
     """The output mode that the user insists on cannot give what a logged call needs."""
+
+
+class UnknownTensorError(IPULogError):
+    """The compiled step has no tensor of a name that was asked for. Raised by the compilation."""
+
+
+class UnknownKeyError(IPULogError, KeyError):
+    """The history or the record of a run has nothing under a name that was asked for."""
+
+    # `KeyError` would show the text quoted, its line ends escaped
+    __str__ = RuntimeError.__str__
+
+
+class MissingExtraError(IPULogError, ImportError):
+    """Something needs a package that only an extra of this one installs.
+
+    Args:
+        call: What needs it, as a user types it.
+        package: The package.
+        extra: The extra that installs it.
+    """
+
+    def __init__(self, call: str, package: str, extra: str) -> None:
+        super().__init__(
+            report(
+                f"`{call}` needs {package}, which is not installed",
+                fix=f"pip install 'ipu-log-callback[{extra}]'",
+            )
+        )
 
 
 class MissingStepRecordError(IPULogError):
@@ -97,6 +129,7 @@ def warn(message: str, site: "Optional[CallSite]" = None) -> None:
 
 def names_text(names: Iterable[str], limit: int = 8, width: int = 60) -> str:
     """Quote names for a message: at most `limit` of them, each cut to `width` characters."""
+    names = list(names)
     shortened = [name if len(name) <= width else name[: width - 1] + "…" for name in names]
     text = ", ".join(f"'{name}'" for name in shortened[:limit])
     return text + (f" and {len(shortened) - limit} more" if len(shortened) > limit else "")

@@ -7,12 +7,16 @@ subclass of one, or a user's own call all get what the step returned.
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Callable, Iterator, Optional
+from time import perf_counter
+from typing import Any, Callable, ContextManager, Iterator, Optional
+
+import torch
 
 from .compilation import Compilation
 from .errors import MissingStepRecordError, report, warn
 from .geometry import Geometry, fold
-from .record import AnchoredOutput, LoggedCall, StepRecord
+from .inspection import Inspector
+from .record import AnchoredCall, AnchoredOutput, LoggedCall, StepRecord
 from .replay import Replay
 from .selection import Selection
 from .wire import Returned, Wire
@@ -22,10 +26,19 @@ __all__ = ["Execution", "ExecutorListener"]
 
 @dataclass(frozen=True)
 class Execution:
-    """The anchored outputs of one execution, waiting to be replayed."""
+    """The anchored outputs of one execution, waiting to be replayed.
+
+    Args:
+        replay: How to replay them.
+        returned: The anchored outputs.
+        listener: Whose execution it was.
+        seconds: What it took; `None` if that includes a compilation.
+    """
 
     replay: Replay
     returned: Returned
+    listener: "ExecutorListener"
+    seconds: Optional[float]
 
 
 class ExecutorListener:
@@ -39,6 +52,8 @@ class ExecutorListener:
         own_mode: Geometry with the output mode of the user's own options.
         on_execution: Called with every `Execution`.
         on_compiled: Called with the listener after every compilation.
+        inspector: Looks at what else the executor holds.
+        notice: Says, while its block runs, that the step is being compiled.
     """
 
     def __init__(
@@ -50,24 +65,29 @@ class ExecutorListener:
         own_mode: Optional[Geometry],
         on_execution: Callable[[Execution], None],
         on_compiled: "Callable[[ExecutorListener], None]",
+        inspector: Inspector,
+        notice: Callable[[], ContextManager[None]],
     ) -> None:
-        self._executor = executor
+        self.executor = executor
         self._module = module
         self._selection = selection
-        self._training = training
+        self.training = training
         self._own_mode = own_mode
         self._on_execution = on_execution
         self._on_compiled = on_compiled
+        self._inspector = inspector
+        self._notice = notice
         self.record: Optional[StepRecord] = None
         self.wire = Wire()
         self.fetched: Geometry
-        self._own: Geometry
+        self.own: Geometry
         self._replay: Optional[Replay] = None
+        self._compiles = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Stand in the executor's place while the block runs."""
-        executor, plain = self._executor, type(self._executor)
+        executor, plain = self.executor, type(self.executor)
         # PopTorch changes a wrapped model's class in the same way: `__call__` is looked up on the
         # class, and a stand-in object would not be the executor that others hold.
         executor.__class__ = _listening_class(plain, self)
@@ -79,40 +99,51 @@ class ExecutorListener:
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Capture what is compiled in the block, if anything is."""
-        if self._executor.isCompiled():
+        self._compiles = not self.executor.isCompiled()
+        if not self._compiles:
             yield
             return
         self.record = None
-        compilation = Compilation(self._module, self._selection)
-        with compilation.under_way():
+        compilation = Compilation(self._module, self._selection, self._inspector.capturing)
+        with self._notice(), self._inspector.compiling(), compilation.under_way():
             yield
         if compilation.record is not None:
             self._prepare(compilation.record, compilation.wire)
 
-    def received(self, returned: Any) -> Any:
-        """Take one execution's outputs apart; returns what the step returned."""
+    def received(self, returned: Any, seconds: float) -> Any:
+        """Take one execution's outputs apart; returns what the step returned.
+
+        Args:
+            returned: What the executor returned.
+            seconds: What that took.
+        """
         if self.record is None:
             if self._selection:
                 raise _missing_record(self._module)
             return returned
-        output, anchored = self.wire.unpack(returned, self._own, self.fetched)
+        output, anchored = self.wire.unpack(returned, self.own, self.fetched)
         if self._replay is not None:
-            self._on_execution(Execution(self._replay, anchored))
+            for live_value in self.record.live_values:
+                live_value.look_up()
+            taken = None if self._compiles else seconds
+            self._on_execution(Execution(self._replay, anchored, self, taken))
         if isinstance(output, dict) and self.wire.carries_anchored:
             output = self._with_anchored(output, anchored)
         return output
 
     def _prepare(self, record: StepRecord, wire: Wire) -> None:
         self.record, self.wire = record, wire
-        self.fetched = Geometry.from_options(self._executor.options, self._training)
+        self.fetched = Geometry.from_options(self.executor.options, self.training)
         own = self._own_mode
-        self._own = (
+        self.own = (
             self.fetched
             if own is None
             else replace(self.fetched, output_mode=own.output_mode, period=own.period)
         )
-        self._replay = Replay(record, wire, self.fetched) if record.events else None
-        if wire.carries_anchored and not self.fetched.sees_every_micro_batch:
+        wanted = record.events or self._inspector.watches(self)
+        self._replay = Replay(record, wire, self.fetched) if wanted else None
+        logs = wire.carries_anchored and bool(record.logged or record.metric_calls)
+        if logs and not self.fetched.sees_every_micro_batch:
             _warn_inexact(record, self.fetched)
         self._on_compiled(self)
 
@@ -120,41 +151,45 @@ class ExecutorListener:
         """A dict output with the logged tensors in it, where their keys are free."""
         output = dict(output) if type(output) is dict else output
         results = self.fetched.results
-        for event in self.record.logged if self.record is not None else ():
-            if (
-                isinstance(event, LoggedCall)
-                and isinstance(event.value, AnchoredOutput)
-                and event.name not in output
-            ):
-                values = anchored.of(event.value, results).reshape(-1)
-                if self._own != self.fetched:
-                    values = fold(values, (), self._own)
-                output[event.name] = (
-                    values if len(values.shape) and len(values) > 1 else (values.reshape(()))
-                )
+        for event in self.record.events if self.record is not None else ():
+            if not isinstance(event, (AnchoredCall, LoggedCall)) or event.name in output:
+                continue
+            if isinstance(event.value, AnchoredOutput):
+                values = anchored.of(event.value, results)
+                logged = isinstance(event, LoggedCall)
+                output[event.name] = self._as_own(values.reshape(-1) if logged else values)
         return output
+
+    def _as_own(self, values: torch.Tensor) -> torch.Tensor:
+        """`[results, *shape]` as PopTorch would have returned it under the user's own mode."""
+        inner = values.shape[1:]
+        values = values.flatten(0, 1) if inner else values
+        if self.own != self.fetched:
+            values = fold(values, inner, self.own)
+        return values.reshape(()) if not inner and values.numel() == 1 else values
 
 
 def _listening_class(plain: Any, listener: ExecutorListener) -> type:
     """A subclass of the executor's class that lets the listener see what comes and goes."""
 
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        started = perf_counter()
         with listener.compiling():
             returned = plain.__call__(self, *args, **kwargs)
-        return listener.received(returned)
+        return listener.received(returned, perf_counter() - started)
 
-    def compile(self: Any, *args: Any, **kwargs: Any) -> None:
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> None:
         with listener.compiling():
             plain.compile(self, *args, **kwargs)
 
-    def loadExecutable(self: Any, *args: Any, **kwargs: Any) -> None:
+    def load_executable(self: Any, *args: Any, **kwargs: Any) -> None:
         with listener.compiling():
             plain.loadExecutable(self, *args, **kwargs)
 
     members = {
-        "__call__": __call__,
-        "compile": compile,
-        "loadExecutable": loadExecutable,
+        "__call__": call,
+        "compile": compile_only,
+        "loadExecutable": load_executable,
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,
     }

@@ -14,7 +14,7 @@ def live(function: Callable[[], T]) -> T:
     """A value to log that is looked up on the host at every execution.
 
     A Python number in a compiled step is frozen when the step is compiled. `live(function)` is
-    `function()` everywhere else; in a captured step the function is called at every replay.
+    `function()` everywhere else; in a captured step the function is called after every execution.
 
     Args:
         function: Called without arguments; returns what `self.log` accepts.

@@ -8,16 +8,16 @@ instead of executed (`Metrics.recorded`). Replay executes them on the host.
 """
 
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, NoReturn, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Set, Tuple
 
 import torch
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from ._compat import submodules
 from .errors import StepCaptureError, report
 from .record import MetricResult
 
-__all__ = ["METHODS", "Metrics", "PendingMetricValue", "is_metric"]
+__all__ = ["METHODS", "Metrics", "PendingMetricValue", "is_metric", "result_keys"]
 
 METHODS = ("update", "forward", "compute", "reset")
 _ABSENT = object()
@@ -26,8 +26,8 @@ Recorder = Callable[[Any, str, str, Tuple[Any, ...], Dict[str, Any]], Any]
 
 
 def is_metric(value: object) -> bool:
-    """Whether an object is a torchmetrics metric or a collection of them."""
-    return isinstance(value, (Metric, MetricCollection))
+    """Whether an object is a torchmetrics metric, a collection of them, or a tracker."""
+    return isinstance(value, (Metric, MetricCollection, MetricTracker))
 
 
 class Metrics:
@@ -156,6 +156,21 @@ class _Home:
         self._children.update(visible)
 
 
+def result_keys(metric: object) -> Optional[List[str]]:
+    """Keys of the dict that a metric's `forward` and `compute` return, as far as known in advance.
+
+    Returns:
+        The keys of a collection of plain metrics, else `None`: wrappers name their results as they
+        go.
+    """
+    if not isinstance(metric, MetricCollection):
+        return None
+    members = metric.values(copy_state=False)
+    if any(".wrappers" in type(member).__module__ for member in members):
+        return None
+    return list(map(str, metric.keys(keep_base=False)))
+
+
 def _stateless(metric: torch.nn.Module) -> bool:
     return next(metric.parameters(), next(metric.buffers(), None)) is None
 
@@ -219,9 +234,11 @@ class PendingMetricValue:
 
 
 for _operator in (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow neg abs matmul eq ne lt le "
-    "gt ge float int bool len iter getitem format contains round and or invert index"
-).split():
+    *("abs", "add", "and", "bool", "contains", "eq", "float", "floordiv", "format", "ge"),
+    *("getitem", "gt", "index", "int", "invert", "iter", "le", "len", "lt", "matmul", "mod"),
+    *("mul", "ne", "neg", "or", "pow", "radd", "rmul", "round", "rpow", "rsub", "rtruediv"),
+    *("sub", "truediv"),
+):
     setattr(PendingMetricValue, f"__{_operator}__", PendingMetricValue._refuse)
 
 

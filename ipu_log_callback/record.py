@@ -9,21 +9,24 @@ Wherever a captured call was given a tensor that lives on the device, its record
 
 import os
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Generic, Iterator, Mapping, Tuple, TypeVar, Union
+from typing import Any, Callable, Dict, Generic, Iterator, List, Mapping, Tuple, TypeVar, Union
 
 import torch
 
 __all__ = [
+    "AnchoredCall",
     "AnchoredOutput",
     "CallSite",
     "DroppedKey",
     "LiveValue",
     "LoggedCall",
     "LoggedCollection",
+    "LoggedResults",
     "MetricCall",
     "MetricResult",
     "StepRecord",
     "anchored_outputs",
+    "bytes_of_element",
     "map_leaves",
 ]
 
@@ -68,14 +71,28 @@ class AnchoredOutput:
         count = 1
         for size in self.shape:
             count *= size
-        return count * torch.empty((), dtype=self.dtype).element_size()
+        return count * bytes_of_element(self.dtype)
 
 
-@dataclass(frozen=True)
+def bytes_of_element(dtype: torch.dtype) -> int:
+    """Bytes that one element takes on the device, which has neither int64 nor float64."""
+    return min(torch.empty((), dtype=dtype).element_size(), 4)
+
+
+@dataclass(eq=False)
 class LiveValue(Generic[T]):
-    """A value that lives on the host: the function is called at every replay."""
+    """A value that lives on the host: the function is called after every execution.
+
+    It is called before the trainer steps its schedulers, so that a learning rate is that of the
+    execution and not of the next one.
+    """
 
     function: Callable[[], T]
+    value: Any = None
+
+    def look_up(self) -> None:
+        """Call the function; `value` is what it returned."""
+        self.value = self.function()
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +131,23 @@ class LoggedCollection:
 
 
 @dataclass(frozen=True, eq=False)
+class LoggedResults:
+    """One `self.log_dict` of what a metric call returns, whose keys are known on the host only.
+
+    Args:
+        result: The metric call's result, a dict.
+        selects: Whether one of its keys is wanted.
+        options: Exactly what the user passed besides the dict.
+        site: Where in the user's file.
+    """
+
+    result: "MetricResult"
+    selects: Callable[[str], bool]
+    options: Mapping[str, Any]
+    site: CallSite
+
+
+@dataclass(frozen=True, eq=False)
 class MetricCall:
     """One call of a torchmetrics object's method as captured.
 
@@ -134,6 +168,28 @@ class MetricCall:
     kwargs: Mapping[str, Any]
     number: int
     site: CallSite
+
+
+@dataclass(frozen=True, eq=False)
+class AnchoredCall:
+    """One `anchor` call as captured, or one output of a submodule that `activations` names.
+
+    Args:
+        name: What it is stored under in `IPULogCallback.anchored`.
+        kind: First part of its logged keys: `"anchored"` or `"activation"`.
+        value: An `AnchoredOutput`, or a host tensor that the device never saw: the tensor itself or
+            its counts `[bins + 2]`; or a tuple of these, one for each of `statistics`.
+        site: Where in the user's file.
+        statistics: Names of the statistics to which it was reduced on the device.
+        edges: Edges of the bins in which it was counted on the device.
+    """
+
+    name: str
+    kind: str
+    value: Any
+    site: CallSite
+    statistics: Tuple[str, ...] = ()
+    edges: Tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -159,7 +215,7 @@ class DroppedKey:
     site: CallSite
 
 
-Event = Union[LoggedCall, LoggedCollection, MetricCall]
+Event = Union[AnchoredCall, LoggedCall, LoggedCollection, LoggedResults, MetricCall]
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,17 +227,25 @@ class StepRecord:
         owner: Class name of the LightningModule, for messages.
         events: What was called, in order.
         dropped: What was called and not selected.
+        losses: Keys whose values came straight out of a torch loss function other than that of
+            the returned loss.
     """
 
     step: str
     owner: str
     events: Tuple[Event, ...] = ()
     dropped: Tuple[DroppedKey, ...] = ()
+    losses: Tuple[str, ...] = ()
 
     @property
-    def logged(self) -> Tuple[Union[LoggedCall, LoggedCollection], ...]:
+    def logged(self) -> Tuple[Union[LoggedCall, LoggedCollection, LoggedResults], ...]:
         """The logged calls, in order."""
-        return tuple(e for e in self.events if not isinstance(e, MetricCall))
+        return tuple(e for e in self.events if not isinstance(e, (AnchoredCall, MetricCall)))
+
+    @property
+    def anchor_calls(self) -> Tuple[AnchoredCall, ...]:
+        """The `anchor` calls and the anchored outputs of submodules, in order."""
+        return tuple(e for e in self.events if isinstance(e, AnchoredCall))
 
     @property
     def metric_calls(self) -> Tuple[MetricCall, ...]:
@@ -196,6 +260,19 @@ class StepRecord:
             for output in anchored_outputs(event):
                 found[output.index] = output
         return tuple(found[index] for index in sorted(found))
+
+    @property
+    def live_values(self) -> Tuple["LiveValue[Any]", ...]:
+        """Every live value that an event refers to, in order."""
+        found: List[LiveValue[Any]] = []
+
+        def visit(leaf: Any) -> None:
+            if isinstance(leaf, LiveValue):
+                found.append(leaf)
+
+        for event in self.events:
+            _visit_arguments(event, visit)
+        return tuple(found)
 
     def __repr__(self) -> str:
         return (
@@ -223,8 +300,15 @@ def anchored_outputs(event: Event) -> Iterator[AnchoredOutput]:
         if isinstance(leaf, AnchoredOutput):
             found.append(leaf)
 
+    _visit_arguments(event, visit)
+    yield from found
+
+
+def _visit_arguments(event: Event, visit: Callable[[Any], None]) -> None:
+    """Call `visit` with everything that a call was given."""
     if isinstance(event, MetricCall):
         map_leaves((event.args, dict(event.kwargs)), visit)
     elif isinstance(event, LoggedCall):
         map_leaves((event.value, dict(event.options)), visit)
-    yield from found
+    elif isinstance(event, AnchoredCall):
+        map_leaves(event.value, visit)

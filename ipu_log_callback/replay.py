@@ -8,17 +8,21 @@ Metric calls are replayed micro-batch by micro-batch, before the logged calls: m
 hold the epoch's data, once, as after a CPU run.
 """
 
+from numbers import Number
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
 from .errors import OutputModeError, report
 from .geometry import Geometry
+from .metric_replay import MetricReplay, Results
 from .record import (
+    AnchoredCall,
     AnchoredOutput,
     LiveValue,
     LoggedCall,
     LoggedCollection,
+    LoggedResults,
     MetricResult,
     StepRecord,
     map_leaves,
@@ -67,22 +71,46 @@ class Replay:
         for is_float, group in ((True, wire.floats), (False, wire.integers)):
             self._columns.update({a.index: (is_float, n) for n, a in enumerate(group)})
         self._logged = [(event, self._options_of(event)) for event in record.logged]
-        self._metric_calls = record.metric_calls
+        self._metrics = MetricReplay(record, geometry.results)
         _check_output_mode(record, geometry)
 
-    def __call__(self, returned: Returned, log: LogFunction, log_dict: LogFunction) -> None:
+    def __call__(
+        self,
+        returned: Returned,
+        log: LogFunction,
+        log_dict: LogFunction,
+        seen: Optional[Callable[[torch.Tensor], None]] = None,
+    ) -> None:
         """Replay one execution.
 
         Args:
             returned: The anchored outputs of the execution.
             log: Called as `log(name, value, **options)`.
             log_dict: Called as `log_dict(collection, names, **options)`.
+            seen: Called after `log` with the micro-batch values, `[results]`, where there are any.
         """
-        results = self._replay_metric_calls(returned) if self._metric_calls else {}
+        if not self._metrics:
+            self._replay_logged(returned, {}, log, log_dict, seen)
+            return
+        results = self._metrics(returned)
+        with self._metrics.execution_values(results):
+            self._replay_logged(returned, results, log, log_dict, seen)
+
+    def _replay_logged(
+        self,
+        returned: Returned,
+        results: Results,
+        log: LogFunction,
+        log_dict: LogFunction,
+        seen: Optional[Callable[[torch.Tensor], None]],
+    ) -> None:
         reduced: Dict[Tuple[bool, str], Sequence[torch.Tensor]] = {}
         for event, options in self._logged:
             if isinstance(event, LoggedCollection):
                 log_dict(event.collection, event.names, **options)
+                continue
+            if isinstance(event, LoggedResults):
+                self._replay_results(event, results, log)
                 continue
             name, value = event.name, event.value
             # a key's reduction is cheap because all keys of a kind are reduced in one operation
@@ -94,7 +122,12 @@ class Replay:
                 log(name, reduced[kind][column], **options)
             else:
                 value, weight = self._value(event, returned, results)
-                log(name, value, **(dict(options, batch_size=weight) if weight else options))
+                weighed = options if weight is None else dict(options, batch_size=weight)
+                log(name, value, **weighed)
+            if seen is not None and self._geometry.micro_batches_per_result == 1:
+                values = self._micro_batches(event.value, returned, results)
+                if values is not None:
+                    seen(values)
 
     def _options_of(self, event: Any) -> Dict[str, Any]:
         """The call's options, its `batch_size` counted for the whole execution."""
@@ -105,6 +138,14 @@ class Replay:
         elif isinstance(size, torch.Tensor):
             options["batch_size"] = int(size) * self._geometry.micro_batches
         return options
+
+    def _replay_results(self, event: LoggedResults, results: Results, log: LogFunction) -> None:
+        """Log the entries of a dict that a metric call returned, those that are wanted."""
+        reduction = reduction_of(event.options)
+        for key in results[event.result.number][0]:
+            if event.selects(key):
+                values = _stacked(results[event.result.number], key)
+                log(key, self._reduce(values, reduction), **self._options_of(event))
 
     def _reduced_columns(
         self, returned: Returned, is_float: bool, reduction: str
@@ -131,7 +172,7 @@ class Replay:
         return values.to(torch.get_default_dtype()) if values.dtype == torch.double else values
 
     def _value(
-        self, event: LoggedCall, returned: Returned, results: Mapping[int, List[Any]]
+        self, event: LoggedCall, returned: Returned, results: Results
     ) -> Tuple[Any, Optional[int]]:
         """A logged call's value for one execution, and its weight where a tensor gives it."""
         reduction = reduction_of(event.options)
@@ -142,14 +183,9 @@ class Replay:
             weights = returned.of(size, count).reshape(count)
 
         def of(leaf: Any) -> Any:
-            if isinstance(leaf, LiveValue):
-                return leaf.function()
-            if isinstance(leaf, AnchoredOutput):
-                values = returned.of(leaf, count).reshape(count)
-            elif isinstance(leaf, MetricResult):
-                values = _stacked(results[leaf.number], leaf.key)
-            else:
-                return leaf
+            values = self._micro_batches(leaf, returned, results)
+            if values is None:
+                return self._host_value(leaf, reduction)
             if weights is not None and reduction == "mean" and int(weights.sum()) > 0:
                 values = values.to(torch.get_default_dtype()) * weights
                 return values.sum() / weights.sum()
@@ -158,25 +194,23 @@ class Replay:
         value = map_leaves(event.value, of)
         return value, None if weights is None else int(weights.sum())
 
-    def _replay_metric_calls(self, returned: Returned) -> Dict[int, List[Any]]:
-        """Call every metric with every micro-batch's arguments, in order."""
-        count = self._geometry.results
-        results: Dict[int, List[Any]] = {}
-        for result in range(count):
+    def _host_value(self, leaf: Any, reduction: str) -> Any:
+        """A value that was not computed on the device: the same in every micro-batch."""
+        value = leaf.value if isinstance(leaf, LiveValue) else leaf
+        if reduction == "sum" and isinstance(value, (Number, torch.Tensor)):
+            # a CPU run adds it up once a micro-batch
+            return value * self._geometry.micro_batches
+        return value
 
-            def argument(leaf: Any, result: int = result) -> Any:
-                if isinstance(leaf, AnchoredOutput):
-                    return returned.of(leaf, count)[result]
-                return leaf.function() if isinstance(leaf, LiveValue) else leaf
-
-            for call in self._metric_calls:
-                args = map_leaves(call.args, argument)
-                kwargs = map_leaves(dict(call.kwargs), argument)
-                method = (
-                    call.metric if call.method == "forward" else getattr(call.metric, call.method)
-                )
-                results.setdefault(call.number, []).append(method(*args, **kwargs))
-        return results
+    def _micro_batches(
+        self, leaf: Any, returned: Returned, results: Results
+    ) -> Optional[torch.Tensor]:
+        """A logged value's results, `[results]`, where it has one for each micro-batch."""
+        if isinstance(leaf, AnchoredOutput):
+            return returned.of(leaf, self._geometry.results).reshape(self._geometry.results)
+        if isinstance(leaf, MetricResult):
+            return _stacked(results[leaf.number], leaf.key)
+        return None
 
 
 def _stacked(values: List[Any], key: Optional[str]) -> torch.Tensor:
@@ -199,8 +233,12 @@ def _check_output_mode(record: StepRecord, geometry: Geometry) -> None:
             call = f"`self.log('{event.name}', ..., reduce_fx='{reduction}')` in `{step}`"
             if weighted:
                 call = f"`self.log('{event.name}', ..., batch_size=tensor)` in `{step}`"
-        elif isinstance(event, LoggedCollection):
+        elif isinstance(event, (LoggedCollection, LoggedResults)):
             continue
+        elif isinstance(event, AnchoredCall):
+            if event.edges:
+                continue  # counts add up
+            call = f"`anchor('{event.name}', ...)` in `{step}`"
         else:
             call = f"`self.{event.path}.{event.method}(...)` in `{step}`"
         raise OutputModeError(

@@ -2,12 +2,18 @@
 
 import functools
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from time import perf_counter
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+
+import torch
 
 from . import _compat
+from .compile_notice import STEP_OF_STAGE, compile_notice
 from .errors import LIGHTNING_ISSUE, bytes_text, names_text, report, warn
 from .executors import Execution, ExecutorListener
 from .geometry import Geometry
+from .history import ExecutionRow
+from .inspection import Inspector
 from .metrics import Metrics
 from .selection import Selection
 
@@ -22,8 +28,10 @@ class Run:
         module: Its LightningModule.
         callback: The callback, which must be first among the trainer's callbacks.
         selection: Which keys to anchor; nothing is selected when the callback is not enabled.
-        exact: Whether the output mode may be changed so that every micro-batch comes back.
+        exact: Whether to change the output mode, where needed, so that every micro-batch comes
+            back.
         tell_dropped: Whether to say what was logged and not selected.
+        inspector: Looks at what else the executors hold.
     """
 
     def __init__(
@@ -34,6 +42,7 @@ class Run:
         selection: Selection,
         exact: bool,
         tell_dropped: bool,
+        inspector: Inspector,
     ) -> None:
         self._trainer = trainer
         self._module = module
@@ -41,9 +50,12 @@ class Run:
         self._selection = selection
         self._exact = exact
         self._tell_dropped = tell_dropped
+        self._inspector = inspector
         self._own_modes: Dict[bool, Geometry] = {}
         self._pending: Optional[Execution] = None
+        self._row: Optional[ExecutionRow] = None
         self.listeners: List[ExecutorListener] = []
+        self._plain_types: List[Tuple[torch.Tensor, type]] = []
         self._undo = ExitStack()
 
     def begin(self) -> None:
@@ -51,8 +63,7 @@ class Run:
         strategy = self._trainer.strategy
         with ExitStack() as stack:
             stack.enter_context(_first_callback(self._trainer, self._callback))
-            if self._selection and self._exact:
-                stack.enter_context(self._every_micro_batch_returned(strategy))
+            stack.enter_context(self._options_replaced(strategy))
             setup = functools.partial(self._setup_strategy, strategy.setup)
             stack.enter_context(_instance_attribute(strategy, "setup", setup))
             self._undo = stack.pop_all()
@@ -62,17 +73,53 @@ class Run:
         self._pending = None
         self._undo.close()
 
-    def replay(self, step: str) -> None:
-        """Replay the execution that has just ended, if it has not been replayed."""
+    def abandon(self, interrupted: bool) -> None:
+        """Put everything back after an exception, also what the strategy and PopTorch leave.
+
+        PopTorch unwraps the parameters and buffers of compiled models only: the next run would find
+        the others wrapped and refuse the buffers. So the executors are destroyed, which brings the
+        weights back, and what is still wrapped is unwrapped.
+
+        Args:
+            interrupted: After Ctrl-C Lightning up to 2.0 does not tear the strategy down, which
+                leaves `optimizer_zero_grad` switched off; then it is done here.
+        """
+        self.end()
+        try:
+            if interrupted:
+                self._trainer.strategy.teardown()
+            for listener in self.listeners:
+                listener.executor.destroy()
+        except Exception as error:  # noqa: BLE001 - the user's own exception must not be masked
+            warn(f"the device could not be released after an exception: {error}")
+        for tensor, plain in self._plain_types:
+            if type(tensor) is not plain:
+                tensor.__class__ = plain
+
+    def batch_over(self, step: str) -> None:
+        """The trainer is through with an execution: it is replayed by now at the latest."""
         execution, self._pending = self._pending, None
-        if execution is None or execution.replay.record.step != step:
-            return
+        if execution is not None and execution.replay.record.step == step:
+            self._replay(execution, step)
+        row, self._row = self._row, None
+        if row is not None:
+            row.keep()
+
+    def _replay(self, execution: Execution, step: str) -> None:
+        started = perf_counter()
+        row = self._row = self._callback.history.execution(self._trainer, step)
         with _compat.filed_under(self._module, step):
-            execution.replay(execution.returned, self._log, self._log_collection)
+            execution.replay(
+                execution.returned, self._log, self._log_collection, row and row.micro_batches
+            )
+            self._inspector.look(execution, self._log)
+            if self._inspector.settings.measure_cost:
+                self._inspector.measure(execution, perf_counter() - started, self._log)
 
     def tell(self) -> None:
         """Say once what was logged and not selected, and what was selected and never logged."""
         self._warn_of_dropped()
+        self._inspector.tell()
         for pattern, nearest in self._selection.unmatched() if self.listeners else ():
             warn(
                 report(
@@ -85,8 +132,15 @@ class Run:
     # -- the strategy -----------------------------------------------------------------------
 
     @contextmanager
-    def _every_micro_batch_returned(self, strategy: Any) -> Iterator[None]:
-        """Give the strategy clones of its options whose output mode is `All`, where needed."""
+    def _options_replaced(self, strategy: Any) -> Iterator[None]:
+        """Give the strategy clones of its options, where they must differ from the user's own.
+
+        Clones that return every micro-batch, where exact values need that; and clones in which
+        anchors can be declared (PopTorch 2.6 gives the executor the very options of the user).
+        """
+        if not (self._exact or self._inspector.settings.names_tensors):
+            yield
+            return
         fitting = self._trainer.state.fn in ("fit", "tune")
         names = ("training_opts", "inference_opts") if fitting else ("inference_opts",)
         replacements = {}
@@ -96,15 +150,22 @@ class Run:
                 options = getattr(strategy, name)
             training = name == "training_opts"
             geometry = Geometry.from_options(options, training)
-            if not geometry.sees_each_micro_batch:
+            if self._exact and not geometry.sees_each_micro_batch:
                 replacements[name] = _returning_all(options)
                 self._own_modes[training] = geometry
+            elif self._inspector.settings.names_tensors:
+                replacements[name] = options.clone()
         with _compat.options_replaced(strategy, replacements):
             yield
 
     def _setup_strategy(self, setup: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The strategy's own `setup`, then listen to the executors that it made."""
         strategy = self._trainer.strategy
+        self._plain_types = [
+            (tensor, type(tensor))
+            for tensor in (*self._module.parameters(), *self._module.buffers())
+        ]
+        self._inspector.prepare()
         with Metrics(self._module).hidden(only_with_state=True):
             result = setup(*args, **kwargs)
         heard: List[Any] = []
@@ -112,24 +173,47 @@ class Run:
             if any(executor is other for other in heard):
                 continue  # the sanity check shares the validation executor
             heard.append(executor)
-            training = str(getattr(stage, "value", stage)) == "train"
+            stage_name = str(getattr(stage, "value", stage))
+            training = stage_name == "train"
             listener = ExecutorListener(
                 executor,
                 self._module,
                 self._selection,
                 training,
                 self._own_modes.get(training),
-                self._keep,
+                self._executed,
                 self._compiled,
+                self._inspector,
+                functools.partial(
+                    compile_notice,
+                    self._trainer,
+                    type(self._module).__name__,
+                    STEP_OF_STAGE[stage_name],
+                ),
             )
             self.listeners.append(listener)
             self._undo.enter_context(listener.listening())
+        self._inspector.declare(strategy.model, self.listeners)
         return result
 
-    def _keep(self, execution: Execution) -> None:
-        self._pending = execution
+    def _executed(self, execution: Execution) -> None:
+        """Replay an execution in the trainer's own step, where a CPU run logs.
 
-    def _compiled(self, listener: ExecutorListener) -> None:
+        Schedulers and the hooks around the optimizer read metrics before the batch ends. What a
+        strategy executes elsewhere waits until then.
+        """
+        step = execution.replay.record.step
+        if _compat.current_hook(self._module) == step:
+            self._replay(execution, step)
+        else:
+            self._pending = execution
+
+    def _compiled(self, compiled: ExecutorListener) -> None:
+        self._inspector.compiled(compiled)
+        if compiled.record is not None:
+            self._callback.captured.add(
+                compiled.record, compiled.fetched.results, compiled.wire.extra_outputs
+            )
         if all(other.record is not None for other in self.listeners):
             self._warn_of_dropped()
 
@@ -138,13 +222,15 @@ class Run:
     def _log(self, name: str, value: Any, **options: Any) -> None:
         # Lightning's own method: an override of the user's has run at capture
         _compat.lightning_class_of(self._module).log(self._module, name, value, **options)
+        if self._row is not None:
+            self._row.logged(name, value, options)
 
     def _log_collection(self, collection: Any, names: Any, **options: Any) -> None:
         base = _compat.lightning_class_of(self._module)
 
         def log_selected(name: str, value: Any, **others: Any) -> None:
             if name in names:
-                base.log(self._module, name, value, **others)
+                self._log(name, value, **others)
 
         with _instance_attribute(self._module, "log", log_selected):
             base.log_dict(self._module, collection, **options)
@@ -169,16 +255,19 @@ class Run:
         if not keys:
             return
         self._tell_dropped = False
+        sites = [d.site for h in self.listeners if h.record for d in h.record.dropped]
         shown = ", ".join(f'"{name}"' for name in keys[:8]) if len(keys) <= 8 else '"*"'
         warn(
             report(
-                f"{len(keys)} logged keys were not anchored and so not logged: {names_text(keys)}",
+                f"{len(keys)} keys of `self.log` were not anchored and so not logged: "
+                f"{names_text(keys)}",
                 dropped="\n".join(rows),
                 cost=f"{bytes_text(total)} per execution would travel to the host",
                 why="a compiled step runs its Python once; only anchored tensors come back "
                 f"({LIGHTNING_ISSUE})",
                 fix=f"IPULogCallback(keys=[{shown}]), or enabled=False to say nothing",
-            )
+            ),
+            sites[0],
         )
 
 

@@ -75,7 +75,7 @@ class Selection:
         return self._answers[name]
 
     def unmatched(self) -> List[Tuple[str, List[str]]]:
-        """Patterns that selected nothing so far, each with the nearest names that were asked for."""
+        """Patterns that selected nothing so far, each with the nearest names among those asked."""
         return [
             (pattern, difflib.get_close_matches(pattern, self._answers, n=3, cutoff=0.4))
             for pattern in self.patterns

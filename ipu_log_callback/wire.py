@@ -18,7 +18,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import torch
 
 from .geometry import Geometry, fold
-from .record import AnchoredOutput
+from .record import AnchoredOutput, bytes_of_element
 from .structure import map_tensors, tensors_of
 
 __all__ = ["Returned", "Wire", "pack"]
@@ -33,6 +33,7 @@ class Wire:
         integers: Scalars that travel in the int32 tensor, in its order.
         whole: Tensors that travel by themselves.
         own_shapes: Shapes of the tensors that the step itself returned, for one micro-batch.
+        own_bytes: What one micro-batch of these takes on its way to the host.
         flat: In trace mode, what the step returned, to be rebuilt on the host; else `None`.
     """
 
@@ -40,6 +41,7 @@ class Wire:
     integers: Tuple[AnchoredOutput, ...] = ()
     whole: Tuple[AnchoredOutput, ...] = ()
     own_shapes: Tuple[Tuple[int, ...], ...] = ()
+    own_bytes: int = 0
     flat: Optional[Tuple[Any]] = None
 
     @property
@@ -169,6 +171,7 @@ def pack(
         integers=integers,
         whole=whole,
         own_shapes=tuple(tuple(tensor.shape) for tensor in own),
+        own_bytes=sum(tensor.numel() * bytes_of_element(tensor.dtype) for tensor in own),
         flat=None if structured else (map_tensors(output, lambda _: _.new_empty(0)),),
     )
     if structured:

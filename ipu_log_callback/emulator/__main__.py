@@ -26,19 +26,29 @@ def main(argv: List[str]) -> int:
     program = argv[1:] if by_module else argv
     if not program or (program[0].startswith("-") and not by_module):
         asked = program[:1] in (["-h"], ["--help"])
-        print(_USAGE, file=sys.stdout if asked else sys.stderr)
+        (sys.stdout if asked else sys.stderr).write(f"{_USAGE}\n")
         return 0 if asked else 2
     if not by_module and not os.path.isfile(program[0]):
-        print(f"{sys.executable}: can't open file {program[0]!r}", file=sys.stderr)
+        sys.stderr.write(f"{sys.executable}: can't open file {program[0]!r}\n")
         return 2
-    sys.argv = program
     install()
+    return run_program(program, by_module=by_module)
+
+
+def run_program(program: List[str], *, by_module: bool) -> int:
+    """Run a script or module as Python would and return its exit code.
+
+    Args:
+        program: The script's path or the module's name, and its arguments: the program's `sys.argv`.
+        by_module: Whether it is a module's name.
+    """
+    sys.argv = program
     try:
         if by_module:
             runpy.run_module(program[0], run_name="__main__", alter_sys=True)
         else:
             _run_script(program[0])
-    except Exception as err:  # reported and turned into the exit code, as the interpreter does
+    except Exception as err:  # noqa: BLE001  # reported, then the exit code, as Python does
         err.__traceback__ = _without_runner(err.__traceback__)
         sys.excepthook(type(err), err, err.__traceback__)
         return 1
@@ -60,7 +70,7 @@ def _run_script(script: str) -> None:
     sys.modules["__main__"] = module
     with open(script, "rb") as source:
         code = compile(source.read(), path, "exec")
-    exec(code, module.__dict__)
+    exec(code, module.__dict__)  # noqa: S102  # running it is the point
 
 
 def _without_runner(traceback: Optional[TracebackType]) -> Optional[TracebackType]:

@@ -9,6 +9,7 @@ name                            needed because
 ``DisableTorchFunction…``       reads a device tensor's own metadata without recording
 ``Tensor._version``             tells which tensors a call changed in place
 ``Tensor.storage``              1.13 has no public ``untyped_storage``; tells which tensors share memory
+``torch._C.parse_schema``       tells which arguments of a traced operator are keyword-only
 ``Distribution._validate_args`` PopTorch switches the validation of distributions off while it compiles
 ==============================  =========================================================================
 """
@@ -20,6 +21,7 @@ import torch
 __all__ = [
     "distribution_checks",
     "make_device_tensor",
+    "parse_schema",
     "storage_key",
     "version_of",
     "without_torch_function",
@@ -54,3 +56,8 @@ def storage_key(tensor: torch.Tensor) -> Tuple[str, int]:
 def distribution_checks() -> bool:
     """Whether `torch.distributions` validates arguments at the moment."""
     return bool(torch.distributions.Distribution._validate_args)
+
+
+def parse_schema(text: str) -> Any:
+    """Return the schema of an operator of a traced graph: name, overload, and arguments with their kinds."""
+    return torch._C.parse_schema(text)

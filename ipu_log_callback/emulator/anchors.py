@@ -11,15 +11,24 @@ import torch
 from ipu_log_callback.emulator.device_optimizer import DeviceOptimizer
 from ipu_log_callback.emulator.errors import backend_error
 
-__all__ = ["AnchorReader", "input_name", "tensor_names"]
+__all__ = ["AnchorReader", "input_name", "tensor_names", "without_trace_prefix"]
 
 _GRADIENT, _UPDATED = "Gradient___", "UpdatedVar___"
-_STATES = ("Accl1___", "Accl2___")
+_STATES = ("Accl1___", "Accl2___", "Accl3___")
 
 
 def input_name(index: int) -> str:
     """Return PopART's name of the input number `index`."""
     return "input" if index == 0 else f"input/{index}"
+
+
+def without_trace_prefix(name: str) -> str:
+    """Return an anchor's name without the ``model.`` that parameters of a traced training model carry.
+
+    PopTorch 2.6 traces the module inside a wrapper that also holds the optimizer (`_impl.py`, `OptimizerWrapper`).
+    """
+    kind, mark, parameter = name.rpartition("___")
+    return kind + mark + (parameter[6:] if parameter.startswith("model.") else parameter)
 
 
 def tensor_names(states: Sequence[str], trained: Sequence[str], inputs: int) -> List[str]:
@@ -76,8 +85,13 @@ class AnchorReader:
         states: Dict[str, torch.Tensor],
         gradients: Dict[str, torch.Tensor],
         loss: torch.Tensor,
+        loss_scaling: float,
     ) -> Dict[str, torch.Tensor]:
-        """Return copies of what exists right after a micro-batch's backward pass."""
+        """Return copies of what exists right after a micro-batch's backward pass.
+
+        Gradients are multiplied by the loss scaling, which only the update undoes (PopART 3.4
+        `gradgrowerloss.cpp`).
+        """
         found = {}
         for name in self.names:
             if name in states:
@@ -87,7 +101,7 @@ class AnchorReader:
             elif name == "loss":
                 value = loss
             elif name.startswith(_GRADIENT):
-                value = gradients[name[len(_GRADIENT) :]]
+                value = gradients[name[len(_GRADIENT) :]] * loss_scaling
             else:
                 continue
             found[name] = value.detach().clone()
@@ -104,5 +118,6 @@ class AnchorReader:
                 found[name] = weights[name[len(_UPDATED) :]].detach().clone()
             elif name.startswith(_STATES):
                 param = weights[name.partition("___")[2]]
-                found[name] = states.get(name, torch.zeros_like(param)).detach().clone()
+                state = states.get(name, torch.zeros_like(param)).detach()
+                found[name] = state * optimizer.velocity_scaling
         return found

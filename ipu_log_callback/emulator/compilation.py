@@ -10,6 +10,7 @@ from typing import Any, Callable, ContextManager, Dict, Iterable, List, Tuple
 
 import torch
 
+from ipu_log_callback.emulator import jit_tracing
 from ipu_log_callback.emulator.anchors import AnchorReader
 from ipu_log_callback.emulator.arguments import Arguments
 from ipu_log_callback.emulator.batching import Geometry
@@ -19,7 +20,7 @@ from ipu_log_callback.emulator.errors import backend_error, python_error
 from ipu_log_callback.emulator.executable import Executable, Layout
 from ipu_log_callback.emulator.losses import final_loss
 from ipu_log_callback.emulator.program import compile_program
-from ipu_log_callback.emulator.structures import flatten, rebuild
+from ipu_log_callback.emulator.structures import flatten, map_tensors, rebuild
 from ipu_log_callback.emulator.tracing import Recorder
 from ipu_log_callback.emulator.weights import named_state, state_restored, unwrapped
 
@@ -41,6 +42,7 @@ class Request:
         gradients_summed: Whether gradients are summed over accumulation and replicas instead of averaged.
         buffers_broadcast: Whether replicas must have equal buffers.
         anchors: Names of anchored tensors.
+        traced: Whether the front end is `torch.jit.trace` and not the dispatcher.
         surroundings: Makes the context in which the step's Python runs.
     """
 
@@ -51,6 +53,7 @@ class Request:
     gradients_summed: bool
     buffers_broadcast: bool
     anchors: List[str]
+    traced: bool
     surroundings: Callable[[], ContextManager[None]]
 
 
@@ -58,7 +61,7 @@ def compile_step(request: Request) -> Tuple[Executable, Any]:
     """Compile; return the executable, and the step's result as a structure to be filled with outputs."""
     recorder = Recorder()
     try:
-        result = _run_step(request, recorder)
+        result = (_trace_step if request.traced else _run_step)(request, recorder)
         recorder.graph.fold_constants(recorder.values)
         recorder.graph.remove_dead_calls()
         return _build(request, recorder), result
@@ -85,6 +88,24 @@ def _run_step(request: Request, recorder: Recorder) -> Any:
         _check_places(places, _places(model))
         recorder.graph.outputs = _outputs(result)
         return result
+
+
+def _trace_step(request: Request, recorder: Recorder) -> Any:
+    model = request.model
+    host = named_state(model)
+    with unwrapped(model):
+        places = _places(model)
+        with request.surroundings():
+            traced, returns = jit_tracing.trace(model, request.arguments)
+        _check_places(places, _places(model))
+        with recorder.recording():
+            states = {id(tensor): recorder.add_state(tensor) for tensor in host.values()}
+            recorder.name_states(host)
+            inputs = map_tensors(request.arguments.args, recorder.add_input)
+            result = jit_tracing.interpret(recorder, model, traced, states, inputs)
+            result = result if returns else None
+            recorder.graph.outputs = _outputs(result)
+    return result
 
 
 def _check_inputs(tensors: Iterable[torch.Tensor]) -> None:

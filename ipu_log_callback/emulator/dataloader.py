@@ -32,7 +32,7 @@ __all__ = ["AsynchronousDataAccessor", "DataLoader"]
 
 
 class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # generic only for checkers
-    """PyTorch's loader, a batch being `batch_size` × iterations × replicas × accumulation."""
+    """PyTorch's loader, a batch being `batch_size` times iterations, replicas, accumulation."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # gene
             rebatched_size = self._combined_batch_size
             drop_last = False
             if rebatched_worker_size is not None:
-                assert rebatched_size is not None and rebatched_worker_size <= rebatched_size, (
+                assert rebatched_worker_size <= (rebatched_size or 0), (
                     f"The rebatched_worker_size ({rebatched_worker_size}) must be <= to the "
                     f"combined batch size ({rebatched_size})"
                 )

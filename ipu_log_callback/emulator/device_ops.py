@@ -30,7 +30,11 @@ def _ipu_print_tensor(self: torch.Tensor, title: str, print_gradient: int) -> to
 
 
 def _print(title: str, tensor: torch.Tensor) -> None:
-    print(f"{title}: {tensor.detach()}", file=sys.stderr)
+    # Imported here, because the executor's modules may import this one.
+    from ipu_log_callback.emulator.executor import isRunningOnIpu
+
+    if not isRunningOnIpu():  # a compilation computes values of its own, which nobody is to see
+        sys.stderr.write(f"{title}: {tensor.detach()}\n")
 
 
 def _dynamic_slice(

@@ -33,6 +33,12 @@ def _implementation(optimizer: Any) -> type:
     return next(cls for cls in type(optimizer).__mro__ if cls.__module__.startswith(modules))
 
 
+def _kind(cls: type) -> type:
+    """Return the class that PyTorch's and PopTorch's optimizers of one kind have in common."""
+    kinds = (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop)
+    return next((kind for kind in kinds if issubclass(cls, kind)), cls)
+
+
 def _numbers(group: Dict[str, Any]) -> Dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
@@ -90,7 +96,7 @@ class DeviceOptimizer:
         Raises:
             NotEmulatedError: If `host` is of another kind, has other groups, or changed a compiled-in number.
         """
-        if _implementation(host) is not type(self._twin):
+        if _kind(_implementation(host)) is not _kind(type(self._twin)):
             raise NotEmulatedError(
                 f"setOptimizer({type(host).__name__})",
                 f"the model was compiled with {type(self._twin).__name__}; call destroy() first",
@@ -119,7 +125,24 @@ class DeviceOptimizer:
         for param in self.parameters:
             param.grad = None
 
+    @property
+    def loss_scaling(self) -> float:
+        """What the loss's gradient is multiplied with; undone before the update."""
+        return float(getattr(self._twin, "loss_scaling", 1.0))
+
+    @property
+    def velocity_scaling(self) -> float:
+        """What SGD's momentum is kept larger by: the loss scaling (PopTorch 3.4 `CompilerImpl.cpp`)."""
+        return self.loss_scaling if _kind(type(self._twin)) is torch.optim.SGD else 1.0
+
     # The state, as PopTorch's optimizers keep it on the host
+
+    @property
+    def _popart_names(self) -> Dict[str, str]:
+        kind = _kind(type(self._twin))
+        if kind is torch.optim.RMSprop:
+            return _AVERAGES
+        return _MOMENTUM if kind is torch.optim.SGD else _MOMENTS
 
     def state(self, names: Dict[int, str]) -> Dict[str, torch.Tensor]:
         """Return the state by PopART-like names, ``<entry>___<parameter>``.
@@ -127,8 +150,9 @@ class DeviceOptimizer:
         Args:
             names: Names of the device's weights by `id`.
         """
+        popart = self._popart_names
         return {
-            f"{_POPART_NAMES.get(entry, entry)}___{names[id(param)]}": torch.as_tensor(value).clone()
+            f"{popart.get(entry, entry)}___{names[id(param)]}": torch.as_tensor(value).clone()
             for param, entries in self._twin.state.items()
             for entry, value in entries.items()
             if value is not None
@@ -136,7 +160,7 @@ class DeviceOptimizer:
 
     def load_state(self, state: Dict[str, torch.Tensor], names: Dict[int, str]) -> None:
         """Take over what `state` returned."""
-        entries = {popart: entry for entry, popart in _POPART_NAMES.items()}
+        entries = {popart: entry for entry, popart in self._popart_names.items()}
         by_name = {name: param for param in self.parameters for name in [names[id(param)]]}
         for key, value in state.items():
             entry, _, name = key.partition("___")
@@ -147,13 +171,9 @@ class DeviceOptimizer:
                 self._twin.state[param][entry] = int(value) if is_count else value.clone()
 
 
-# Names of PopART's optimizer state tensors, as anchors know them.
-_POPART_NAMES: Dict[str, str] = {
-    "exp_avg": "Accl1",
-    "exp_avg_sq": "Accl2",
-    "momentum_buffer": "Accl1",
-    "square_avg": "Accl1",
-    "grad_avg": "Accl3",
-    "step": "Step",
-}
+# Names of PopART's optimizer state tensors, as anchors know them (PopART 3.4 `adamdecompose.cpp`,
+# `sgd2decompose.cpp`, `adaptivedecompose.cpp`).
+_MOMENTS = {"exp_avg": "Accl1", "exp_avg_sq": "Accl2", "step": "Step"}
+_MOMENTUM = {"momentum_buffer": "Accl1"}
+_AVERAGES = {"square_avg": "Accl1", "grad_avg": "Accl2", "momentum_buffer": "Accl3", "step": "Step"}
 

@@ -42,7 +42,8 @@ def function_name(func: Any) -> str:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return f"{name.strip('_')}:{getattr(func.__self__, '__name__', '')}"
-    return str(name)
+    # Operators carry their overload: ``mul.Tensor``.
+    return str(name).split(".")[0]
 
 
 class DeviceTensor(torch.Tensor):

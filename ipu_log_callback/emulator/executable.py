@@ -181,7 +181,8 @@ class Executable:
             return values, {}
         loss = values[self.layout.loss] if self.layout.loss is not None else torch.empty(0)
         every = {**self.weights, **buffers}
-        return values, self.anchors.before_update(inputs, every, gradients, loss)
+        scaling = 1.0 if self.optimizer is None else self.optimizer.loss_scaling
+        return values, self.anchors.before_update(inputs, every, gradients, loss, scaling)
 
     def _backward(self, loss: torch.Tensor) -> Dict[str, torch.Tensor]:
         """Add this micro-batch's share to the gradients; return its own gradients if an anchor wants them."""

@@ -98,6 +98,7 @@ class ExecutionStrategy:
         """Map each block of `stages` to its stage."""
         self._block_map: Dict[str, Stage] = {}
         self.unnamed_blocks = 0
+        self.entered_ipus: List[int] = []
         for stage in stages:
             for block in stage.blocks:
                 assert block not in self._block_map, f"{block} associated with more than one stage"
@@ -114,7 +115,18 @@ class ExecutionStrategy:
             user_id = str(self.unnamed_blocks)
             self.unnamed_blocks += 1
         self._check(user_id, ipu_id)
+        self.entered_ipus.append(self._ipu_of(user_id, ipu_id))
         return user_id
+
+    def _ipu_of(self, user_id: str, ipu_id: Optional[int]) -> int:
+        """The IPU of a block: its stage's, else its own, else one for each stage."""
+        stage = self._block_map.get(user_id)
+        if stage is not None and stage._ipu is not None:
+            return stage._ipu
+        if ipu_id is not None:
+            return ipu_id
+        stages = list(dict.fromkeys(self._block_map.values()))
+        return stages.index(stage) if stage is not None else len(set(self.entered_ipus))
 
     def _check(self, user_id: str, ipu_id: Optional[int]) -> None:
         del ipu_id
@@ -126,11 +138,23 @@ class ExecutionStrategy:
     def compiling(self) -> Iterator[None]:
         """Check the blocks entered while this context is open."""
         self.unnamed_blocks = 0
+        self.entered_ipus = []
         _active.append(self)
         try:
             yield
         finally:
             _active.pop()
+
+    @property
+    def ipus(self) -> int:
+        """How many IPUs the blocks of the last compilation need."""
+        return max(self.entered_ipus, default=0) + 1
+
+    @property
+    def forward_stages(self) -> int:
+        """Stages of the last compilation's forward pass: one more than changes of IPU."""
+        changes = zip([0, *self.entered_ipus], self.entered_ipus)
+        return 1 + sum(before != after for before, after in changes)
 
     def backendOptions(self) -> Dict[str, Any]:
         """What `Options.toDict` says about the strategy."""
@@ -186,7 +210,8 @@ class _PhasedExecution(ExecutionStrategy):
 
     def phase(self, phase: int) -> Phase:
         """The phase number `phase`."""
-        assert isinstance(phase, int) and phase >= 0, "Phases are identified by positive integers"
+        is_index = isinstance(phase, int) and phase >= 0
+        assert is_index, "Phases are identified by positive integers"
         return self._phases[phase]
 
     def useSeparateBackwardPhase(self, use: bool = True) -> "_PhasedExecution":

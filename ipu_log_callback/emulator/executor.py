@@ -15,7 +15,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ipu_log_callback.emulator import device_backend, optim, persistence, weights
-from ipu_log_callback.emulator.anchors import tensor_names
+from ipu_log_callback.emulator.anchors import tensor_names, without_trace_prefix
 from ipu_log_callback.emulator.arguments import Arguments, ArgumentsParser
 from ipu_log_callback.emulator.batching import Geometry, narrow_to_micro_batch
 from ipu_log_callback.emulator.compilation import Request, compile_step
@@ -24,7 +24,7 @@ from ipu_log_callback.emulator.counters import Counters, Tally
 from ipu_log_callback.emulator.device_optimizer import DeviceOptimizer
 from ipu_log_callback.emulator.device_tensor import is_device_tensor
 from ipu_log_callback.emulator.enums import ConnectionType, OutputMode, ReductionType
-from ipu_log_callback.emulator.errors import NotEmulatedError, python_error
+from ipu_log_callback.emulator.errors import NotEmulatedError, backend_error, python_error
 from ipu_log_callback.emulator.executable import Executable
 from ipu_log_callback.emulator.execution_strategies import PipelinedExecution, ShardedExecution
 from ipu_log_callback.emulator.options import Options
@@ -157,10 +157,15 @@ class PoplarExecutor:
                 == ReductionType.Sum
             ),
             buffers_broadcast=self._options.broadcast_buffers,
-            anchors=[anchor[0] for anchor in self._options.anchored_tensors.values()],
+            anchors=[self._anchor_name(anchor) for anchor in self._options.anchored_tensors.values()],
+            traced=self._options.Jit.trace_model,
             surroundings=self._surroundings,
         )
-        executable, self._outputs_structure = compile_step(request)
+        executable, structure = compile_step(request)
+        _check_ipus(self._options, self._training)
+        self._check_updatable_buffers()
+        self._log_anchors()
+        self._outputs_structure = structure
         self._executable_inputs = arguments
         executable.seed_random_numbers(torch.initial_seed())
         self._executable = executable
@@ -169,17 +174,48 @@ class PoplarExecutor:
             self._is_attached = True
             self._on_device_attach()
 
+    def _check_updatable_buffers(self) -> None:
+        unknown = set(self._options._Popart.options.get("updatableNamedBuffers", ()))
+        unknown -= set(dict(self._model.named_buffers()))
+        if unknown:
+            raise backend_error(
+                f"Updatable named buffers not found in the model: {', '.join(sorted(unknown))}",
+                source="popart/ir.cpp",
+                kind="popart_exception",
+            )
+
+    @property
+    def _has_trace_prefix(self) -> bool:
+        return self._training and bool(self._options.Jit.trace_model)
+
+    def _anchor_name(self, anchor: List[Any]) -> str:
+        name: str = anchor[0]
+        return without_trace_prefix(name) if self._has_trace_prefix else name
+
+    def _log_anchors(self) -> None:
+        for long_name, is_default, mode, period in self._options.anchored_tensors.values():
+            shown = OutputMode(self._options.output_mode) if is_default else mode
+            name = "Sum" if shown == OutputMode.Sum else shown.name.upper()
+            logger.debug("Adding anchor %s %s/%d", long_name, name, period)
+
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
         """What is different while the step's Python runs."""
         global _compilations
         _compilations += 1
+        begun = None
         try:
+            if self._options.Jit.trace_model:
+                # A trace runs the step more than once; only one run's blocks count.
+                strategy = self._options._execution_strategy
+                begun = self._model.register_forward_pre_hook(lambda *_: strategy.entered_ipus.clear())
             for hook in list(self._precompile_hooks.values()):
                 hook()
             with self._options._execution_strategy.compiling():
                 yield
         finally:
+            if begun is not None:
+                begun.remove()
             for hook in list(self._postcompile_hooks.values()):
                 hook()
             _compilations -= 1
@@ -245,7 +281,7 @@ class PoplarExecutor:
         self, executable: Executable, outputs: List[torch.Tensor], anchored: Dict[str, torch.Tensor]
     ) -> None:
         for short_name, anchor in self._options.anchored_tensors.items():
-            self._anchor_memory[short_name] = anchored[anchor[0]]
+            self._anchor_memory[short_name] = anchored[self._anchor_name(anchor)]
         if self._training:
             self._dirty_host_weights = True
         self._cached_rng_state = None
@@ -308,7 +344,8 @@ class PoplarExecutor:
         self._dirty_host_weights = False
         if self._optimizer is not None:
             self._optimizer.state_dict()
-        executable.upload(weights.named_state(self._model))
+        with weights.unwrapped(self._model):
+            executable.upload(weights.named_state(self._model))
 
     def copyNamedBuffersToDevice(self) -> None:
         """Copy the buffers that the option ``updatableNamedBuffers`` names from the module to the device."""
@@ -506,7 +543,9 @@ class PoplarExecutor:
         layout = self._executable.layout
         assert self._executable_inputs is not None
         inputs = len(self._executable_inputs.tensors(self._executable_inputs))
-        return tensor_names([*layout.parameters, *layout.buffers], layout.trained, inputs)
+        prefix = "model." if self._has_trace_prefix else ""
+        states = [prefix + name for name in (*layout.parameters, *layout.buffers)]
+        return tensor_names(states, [prefix + name for name in layout.trained], inputs)
 
     def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
         """The anchored tensor's values from the last execution."""
@@ -579,6 +618,34 @@ def _own_options(options: Optional[Options], training: bool) -> Options:
             )
         raise python_error(message)
     return options
+
+
+def _check_ipus(options: Options, training: bool) -> None:
+    """Check what a compiled model's blocks ask of the device (PopTorch 3.4 `Compiler.cpp`, `CompilerImpl.cpp`)."""
+    strategy = options._execution_strategy
+    stages = strategy.forward_stages
+    if type(strategy) is PipelinedExecution:
+        if training and options.Training.gradient_accumulation < 2 * stages - 1:
+            raise backend_error(
+                "poptorch.Options().Training.gradientAccumulation must be greater than or equal to the number "
+                f"of pipeline stages ({2 * stages - 1}) when using poptorch.PipelinedExecution. Please note that "
+                f"a model with {stages} pipeline stages in PopTorch will have an additional {stages - 1} stages "
+                "when training.",
+                source="popart_compiler/source/Compiler.cpp",
+            )
+        if not training and options.device_iterations < stages:
+            raise backend_error(
+                "poptorch.Options().deviceIterations must be greater than or equal to the number of pipeline "
+                f"stages ({stages}) when using PopTorch.PipelinedExecution.",
+                source="popart_compiler/source/Compiler.cpp",
+            )
+    ipus = strategy.ipus * options.replication_factor
+    if ipus > 64:
+        raise backend_error(
+            f"Too many IPUs requested ({ipus}). Experiments that need more than 64 IPUs require distributed "
+            "execution.",
+            source="popart_compiler/source/CompilerImpl.cpp",
+        )
 
 
 def _geometry(options: Options) -> Geometry:

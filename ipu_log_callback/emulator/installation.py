@@ -133,7 +133,7 @@ def _forget_availability() -> None:
 
 
 def _say_once() -> None:
-    global _said
+    global _said  # noqa: PLW0603  # once a process
     if not _said:
         _said = True
         logger.warning(_NOTICE)

@@ -32,7 +32,7 @@ def is_loss(node: Node, dtypes: Dict[int, Any]) -> bool:
     """
     if node.name not in _LOSSES:
         return False
-    if node.name == "cross_entropy":
+    if node.name in ("cross_entropy", "cross_entropy_loss"):
         target = node.reads[1]
         return not dtypes[target].is_floating_point()
     return True
@@ -56,7 +56,8 @@ def final_loss(graph: Graph, values: Dict[int, Any]) -> int:
             source=_SOURCE,
         )
     node = independent[0]
-    if node.kwargs.get("label_smoothing"):
+    traced_smoothing = node.args[5:6] if node.name == "cross_entropy_loss" else ()
+    if node.kwargs.get("label_smoothing") or any(traced_smoothing):
         raise NotEmulatedError(
             f"{node.name}(label_smoothing=...) as the final loss",
             "PopTorch would differentiate only its unsmoothed part; wrap it in poptorch.identity_loss",

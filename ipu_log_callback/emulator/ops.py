@@ -124,7 +124,7 @@ def dynamic_slice(
 
 
 def dynamic_update(
-    input: torch.Tensor,  # noqa: A002  # PopTorch's name
+    input: torch.Tensor,
     src: torch.Tensor,
     dim: int,
     start: torch.Tensor,

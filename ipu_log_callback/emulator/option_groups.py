@@ -311,9 +311,8 @@ class TensorLocationOptions(OptionsDict):
     def numIOTiles(self, num_tiles: int) -> "TensorLocationOptions":
         """Reserve tiles for IO: an even number from 32 to 192."""
         assert isinstance(num_tiles, int)
-        assert 32 <= num_tiles <= 192 and num_tiles % 2 == 0, (
-            "numIOTiles must be an even number between 32 and 192."
-        )
+        is_possible = 32 <= num_tiles <= 192 and num_tiles % 2 == 0
+        assert is_possible, "numIOTiles must be an even number between 32 and 192."
         self.createOrSet(numIOTiles=num_tiles)
         return self
 

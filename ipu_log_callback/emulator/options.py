@@ -166,7 +166,7 @@ class Options(OptionsDict):
         """
         assert isinstance(output_mode, enums.OutputMode)
         if output_mode == enums.OutputMode.EveryN:
-            assert output_return_period and output_return_period > 0, (
+            assert (output_return_period or 0) > 0, (
                 "EveryN anchor must have output_return_period set to valid positive integer"
             )
         elif output_return_period:
@@ -423,8 +423,8 @@ class Options(OptionsDict):
         lines = [line.strip() for line in text.splitlines()]
         calls = ["options." + line for line in lines if line and not line.startswith("#")]
         try:
-            # The file's format is Python.
-            exec("\n".join(calls), {}, {"poptorch": poptorch, "options": self})
+            names = {"poptorch": poptorch, "options": self}
+            exec("\n".join(calls), {}, names)  # noqa: S102  # the file's format is Python
         except SyntaxError as err:
             msg = (
                 f"{type(err).__name__} at line {err.lineno} of {Path(filepath).name}: {err.msg}\n"

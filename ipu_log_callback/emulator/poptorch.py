@@ -60,7 +60,5 @@ __all__ = [
     "registerPreCompileHook",
     "setLogLevel",
     "trainingModel",
-    *enums.__all__,
-    *ops.__all__,
-    *options.__all__,
 ]
+__all__ += enums.__all__ + ops.__all__ + options.__all__

@@ -152,7 +152,7 @@ def refuse(name: str, args: Tuple[Any, ...], kwargs: Any, is_device: Any) -> Non
         raise _dynamic_shape(_DYNAMIC[name])
     if name == "where" and len(args) + len(kwargs) == 1:
         raise _dynamic_shape("nonzero")
-    if name == "__getitem__" and _is_mask(args[1]):
+    if name in ("__getitem__", "index") and _is_mask(args[1]):
         raise _dynamic_shape("nonzero")
     if name == "repeat_interleave":
         repeats = kwargs.get("repeats", args[1] if len(args) > 1 else args[0])

@@ -146,6 +146,18 @@ class Recorder:
         self.graph.constants[made._slot] = hidden.detach().clone()
         return made
 
+    def add_constant(self, tensor: torch.Tensor) -> DeviceTensor:
+        """Declare a host tensor that the step uses as it is now."""
+        return self._move(tensor)
+
+    def add_state(self, tensor: torch.Tensor) -> DeviceTensor:
+        """Declare a parameter or buffer, to be named with `name_states`."""
+        self.moving_parameters = True
+        try:
+            return self._move(tensor)
+        finally:
+            self.moving_parameters = False
+
     def name_states(self, states: Dict[str, torch.Tensor]) -> None:
         """Tell which of the moved host tensors are parameters and buffers, by name.
 
@@ -492,7 +504,8 @@ def _answers_without_values(name: str, result: Any) -> bool:
     """Whether a call whose result holds no new tensor is known not to read values."""
     return (
         result is None
-        or isinstance(result, (torch.Tensor, torch.Size, torch.dtype, torch.layout, str))
+        or any(True for _ in _tensors_in(result))
+        or isinstance(result, ( torch.Size, torch.dtype, torch.layout, str))
         or name.startswith(("get:", "is_", "_is_", "has_"))
         or name in _SHAPE_QUESTIONS
     )

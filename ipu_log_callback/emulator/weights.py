@@ -15,7 +15,7 @@ from typing import Any, Dict, Iterator, List, Protocol, Tuple
 
 import torch
 
-from ipu_log_callback.emulator.errors import python_error
+from ipu_log_callback.emulator.errors import NotEmulatedError, python_error
 
 __all__ = ["is_wrapped", "named_state", "state_restored", "unwrap", "unwrapped", "wrap"]
 
@@ -90,6 +90,10 @@ def _parameter_type(parent: Any) -> type:
         ) -> Any:
             # Its mere presence makes PyTorch read an attribute before it uses the tensor.
             return super().__torch_function__(func, types, args, kwargs or {})
+
+        def replicaGrouping(self, *args: Any) -> None:
+            """Refused: all replicas have the same weights."""
+            raise NotEmulatedError("replicaGrouping(...)", "all replicas have the same weights")
 
     return _register(PoptorchParameter)
 

@@ -1,0 +1,117 @@
+# What a contributor needs, each as one command; `make help` lists them.
+# Everything is installed into .venv/ and .matrix/ here, and nowhere else. What is installed once is
+# not installed again (nor is the network asked) until pyproject.toml or requirements/ change.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?=
+ARGS ?=
+JOBS ?= 2
+ROWS ?= $(ALL_ROWS)
+
+EVERYDAY := requirements/py3.11-pl2.0.9.txt
+ALL_ROWS := $(patsubst requirements/%.txt,%,$(wildcard requirements/*.txt))
+
+# Micro-batches are small: more threads than processes only wait for each other.
+export OMP_NUM_THREADS ?= 1
+
+# $(call find-python,3.11): a shell command that sets $$python, from the PATH or pyenv; PYTHON= names
+# the 3.11 itself. A pyenv shim exists for versions that it refuses to start: candidates are tried.
+define find-python
+python=; for candidate in $(or $(if $(filter 3.11,$(1)),$(PYTHON)),python$(1) \
+    "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$(1).*/bin/python); do \
+  if "$$candidate" -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "$(1)")' &>/dev/null; \
+  then python=$$candidate; break; fi; done; \
+if [ -z "$$python" ]; then \
+  echo "No Python $(1) found$(if $(PYTHON), (tried PYTHON=$(PYTHON))): make it available as python$(1) or in" \
+    "pyenv, or name the 3.11 with PYTHON=/path/to/python."; \
+  exit 1; fi
+endef
+
+.PHONY: help
+help: ## List the targets (default)
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: .venv/.demo ## Install into .venv and train examples/digits.py on the emulator; ARGS="--cpu", ...
+	@echo "== examples/digits.py $(ARGS)"
+	@.venv/bin/python examples/digits.py $(ARGS)
+
+.PHONY: test
+test: check ## Install into .venv, then `make check` and the tests; ARGS="-k digits", JOBS=2
+	@echo "== pytest: $(ARGS) with $(JOBS) processes"
+	@.venv/bin/python -m pytest -n $(JOBS) $(ARGS)
+
+.PHONY: check
+check: .venv/.test ## Lint, format and types: ruff and mypy
+	@echo "== ruff check, ruff format --check, mypy"
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy
+
+.PHONY: matrix
+matrix: ## The tests on every supported pair of versions; ROWS="py3.8-pl1.6.5 ...", default all
+	@failed=; for row in $(ROWS); do $(MAKE) row-$$row || failed="$$failed $$row"; done; \
+	echo "== matrix"; for row in $(ROWS); do \
+	  printf '%-22s %s\n' $$row "$$(tail -n 1 .matrix/$$row.log 2>/dev/null || echo 'not installed')"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+
+.PHONY: rows
+rows: ## Name the rows of the matrix
+	@printf '%s\n' $(ALL_ROWS)
+
+.PHONY: clean
+clean: ## Remove .venv, .matrix, caches and what the examples wrote
+	rm -rf .venv .matrix build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# -- the everyday environment -----------------------------------------------------------------
+
+.venv/bin/python:
+	@echo "== making .venv"
+	@$(call find-python,3.11); "$$python" -m venv .venv
+
+# Two steps: with setuptools installed first, nothing is fetched to build the package itself.
+.venv/.demo: pyproject.toml $(EVERYDAY) | .venv/bin/python
+	@echo "== installing into .venv: $(EVERYDAY), ipu-log-callback[demo] (some minutes the first time)"
+	@.venv/bin/python -m pip install -q -r $(EVERYDAY)
+	@.venv/bin/python -m pip install -q --no-build-isolation -r $(EVERYDAY) -e ".[demo]"
+	@touch $@
+
+.venv/.test: .venv/.demo
+	@echo "== installing into .venv: ipu-log-callback[test,check]"
+	@.venv/bin/python -m pip install -q --no-build-isolation -r $(EVERYDAY) -e ".[test,check]"
+	@touch $@
+
+# -- the matrix -------------------------------------------------------------------------------
+
+.PHONY: row-%
+row-%: .matrix/%/.installed
+	@echo "== $*: pytest with $(JOBS) processes"
+	@.matrix/$*/bin/python -m pytest -n $(JOBS) $(ARGS) 2>&1 | tee .matrix/$*.log
+
+# uv resolves the old rows in seconds where pip searches for an hour. pip makes the new ones: it
+# takes the CPU build of torch where its configuration offers one, as for .venv.
+.PRECIOUS: .matrix/%/.installed
+.matrix/%/.installed: requirements/%.txt pyproject.toml | .matrix/uv/bin/uv
+	@echo "== $*: installing into .matrix/$*"
+	@rm -rf .matrix/$* .matrix/$*.log
+	@$(call find-python,$(patsubst py%,%,$(firstword $(subst -, ,$*)))); \
+	if [[ $* == py3.11-* ]]; then \
+	  "$$python" -m venv .matrix/$*; \
+	  .matrix/$*/bin/python -m pip install -q -r $< -e ".[test]"; \
+	else \
+	  .matrix/uv/bin/uv venv -q --python "$$("$$python" -c 'import sys; print(sys.executable)')" .matrix/$*; \
+	  .matrix/uv/bin/uv pip install -q --python .matrix/$*/bin/python -r $< -e ".[test]"; \
+	fi
+	@touch $@
+
+.matrix/uv/bin/uv:
+	@echo "== installing uv into .matrix/uv"
+	@$(call find-python,3.11); "$$python" -m venv .matrix/uv
+	@.matrix/uv/bin/python -m pip install -q uv

@@ -1,0 +1,217 @@
+"""What was captured in each step, told to a person: `callback.captured`.
+
+A summary of step records that is text and numbers only: it outlives the run, the module and the
+executors.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Dict, Iterator, List, Mapping, Set, Tuple
+
+import torch
+
+from .errors import UnknownKeyError, bytes_text, names_text, report
+from .metrics import is_metric
+from .record import (
+    AnchoredCall,
+    AnchoredOutput,
+    CallSite,
+    Event,
+    LiveValue,
+    LoggedCall,
+    LoggedCollection,
+    LoggedResults,
+    MetricCall,
+    MetricResult,
+    StepRecord,
+    anchored_outputs,
+)
+from .tables import Table
+
+__all__ = ["Captured", "CapturedCall", "CapturedStep"]
+
+
+@dataclass(frozen=True)
+class CapturedCall:
+    """One call that a step made when it was compiled.
+
+    Args:
+        key: The key of `self.log`, the attribute path of a metric, or the name of an anchor.
+        call: What was called, e.g. `"self.log"`.
+        value: What it was given, e.g. `"float32 []"` for a tensor of the device.
+        options: The options that the user passed, as typed.
+        bytes: What its tensors add to one execution; a tensor that an earlier call has brought to
+            the host already adds nothing.
+        site: Where in the user's file.
+    """
+
+    key: str
+    call: str
+    value: str
+    options: str
+    bytes: int
+    site: CallSite
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """What one compiled step called.
+
+    Args:
+        owner: Class name of the LightningModule.
+        step: The step's name.
+        calls: In the order they were made.
+        dropped: Keys that were logged and not selected.
+        results: Results of each tensor that one execution brings to the host.
+        outputs: Output tensors that anchoring added to the step.
+    """
+
+    owner: str
+    step: str
+    calls: Tuple[CapturedCall, ...]
+    dropped: Tuple[str, ...]
+    results: int
+    outputs: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that anchoring adds to one execution."""
+        return sum(call.bytes for call in self.calls)
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def table(self) -> Table:
+        """One row a call."""
+        rows = [
+            (
+                call.key,
+                call.call,
+                call.value,
+                call.options,
+                bytes_text(call.bytes) if call.bytes else "-",
+                str(call.site),
+            )
+            for call in self.calls
+        ]
+        return Table(
+            f"{self.owner}.{self.step}: {len(rows)} calls, {bytes_text(self.bytes)} per execution "
+            f"in {self.outputs} output tensors of {self.results} results",
+            ("key", "call", "value", "options", ">per execution", "where"),
+            rows,
+            f"logged and not selected: {names_text(self.dropped)}" if self.dropped else "",
+        )
+
+
+class Captured(Mapping[str, CapturedStep]):
+    """Step name to what was captured when the step was compiled."""
+
+    def __init__(self) -> None:
+        self._steps: Dict[str, CapturedStep] = {}
+
+    def __getitem__(self, step: str) -> CapturedStep:
+        if step not in self._steps:
+            raise UnknownKeyError(
+                report(
+                    f"`callback.captured` has no {step!r}",
+                    compiled=names_text(self._steps) or "nothing yet",
+                    why="a step is captured when it is compiled, at its first execution",
+                )
+            )
+        return self._steps[step]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{len(s.calls)} in {name}" for name, s in self._steps.items())
+        return f"<Captured: {counts or 'nothing yet'}>"
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self._steps.values())) or "nothing captured yet"
+
+    def _repr_html_(self) -> str:
+        parts = [step._repr_html_() for step in self._steps.values()]
+        return "".join(parts) or "<p>nothing captured yet</p>"
+
+    def add(self, record: StepRecord, results: int, outputs: int) -> None:
+        """A step was compiled.
+
+        Args:
+            record: What was captured.
+            results: Results of each tensor that one execution brings to the host.
+            outputs: Output tensors that anchoring added to the step.
+        """
+        seen: Set[int] = set()
+        calls: List[CapturedCall] = []
+        for event in record.events:
+            fresh = {a.index: a for a in anchored_outputs(event) if a.index not in seen}
+            seen.update(fresh)
+            size = results * sum(output.bytes for output in fresh.values())
+            calls.append(_described(event, size))
+        dropped = tuple(drop.name for drop in record.dropped)
+        step = CapturedStep(record.owner, record.step, tuple(calls), dropped, results, outputs)
+        self._steps[record.step] = step
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self._steps.clear()
+
+
+def _described(event: Event, size: int) -> CapturedCall:
+    if isinstance(event, LoggedCall):
+        value, options = _value_text(event.value), _options_text(event.options)
+        return CapturedCall(event.name, "self.log", value, options, size, event.site)
+    if isinstance(event, LoggedCollection):
+        value, options = type(event.collection).__name__, _options_text(event.options)
+        keys = ", ".join(event.names)
+        return CapturedCall(keys, "self.log_dict", value, options, size, event.site)
+    if isinstance(event, LoggedResults):
+        options = _options_text(event.options)
+        return CapturedCall("*", "self.log_dict", "a metric's dict", options, size, event.site)
+    if isinstance(event, MetricCall):
+        call = f"self.{event.path}" + ("" if event.method == "forward" else f".{event.method}")
+        given = ", ".join(map(_value_text, (*event.args, *event.kwargs.values())))
+        return CapturedCall(event.path, call, given, "", size, event.site)
+    return _described_anchor(event, size)
+
+
+def _described_anchor(event: AnchoredCall, size: int) -> CapturedCall:
+    options = ", ".join(event.statistics) + (f"{len(event.edges) - 1} bins" if event.edges else "")
+    return CapturedCall(event.name, event.kind, _value_text(event.value), options, size, event.site)
+
+
+def _value_text(value: Any) -> str:
+    """What a call was given, without keeping it."""
+    if isinstance(value, (AnchoredOutput, torch.Tensor)):
+        frozen = "" if isinstance(value, AnchoredOutput) else " (frozen)"
+        return f"{str(value.dtype).replace('torch.', '')} {list(value.shape)}{frozen}"
+    if isinstance(value, LiveValue):
+        return "live"
+    if isinstance(value, MetricResult):
+        return "a metric's value"
+    if is_metric(value):
+        return type(value).__name__
+    if isinstance(value, Mapping):
+        return f"dict of {len(value)}"
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(_value_text, value))
+    return f"{_shortened(repr(value))} (frozen)"
+
+
+def _options_text(options: Mapping[str, Any]) -> str:
+    def text(value: Any) -> str:
+        if isinstance(value, AnchoredOutput):
+            return "tensor"
+        return getattr(value, "__name__", None) or _shortened(repr(value))
+
+    return ", ".join(f"{name}={text(value)}" for name, value in options.items())
+
+
+def _shortened(text: str, width: int = 30) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,204 @@
+"""What looking costs: bytes and output streams that anchoring adds to an execution."""
+
+import html
+from dataclasses import dataclass
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+
+from .errors import bytes_text
+from .geometry import Geometry
+from .record import (
+    AnchoredCall,
+    AnchoredOutput,
+    Event,
+    LoggedCall,
+    StepRecord,
+    anchored_outputs,
+)
+from .wire import Wire
+
+__all__ = ["Cost", "CostEntry", "anchored_entries", "dtype_text", "own_output_entry"]
+
+
+@dataclass(frozen=True)
+class CostEntry:
+    """The price of one anchored thing.
+
+    Args:
+        step: The step.
+        name: A key, a metric's path, or the name of an anchored tensor; several that share one
+            tensor are joined.
+        shape: Shape of one result, if known.
+        dtype: Its dtype.
+        bytes: Bytes that travel to the host in one execution; `None` until a first execution tells.
+        streams: Output streams of its own; 0 for scalars, which share one.
+    """
+
+    step: str
+    name: str
+    shape: Optional[Tuple[int, ...]]
+    dtype: str
+    bytes: Optional[int]
+    streams: int
+
+
+class Cost:
+    """What anchoring adds to the executions of the compiled steps.
+
+    `print(callback.cost)` is a table; a notebook shows one as well. Iterating gives the entries,
+    `len` their number.
+
+    Args:
+        entries: The price of each thing.
+        packed: Output streams that a step's scalars share.
+    """
+
+    def __init__(
+        self, entries: Sequence[CostEntry] = (), packed: Optional[Dict[str, int]] = None
+    ) -> None:
+        self.entries = tuple(entries)
+        self._packed = dict(packed or {})
+
+    def __iter__(self) -> Iterator[CostEntry]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def steps(self) -> Tuple[str, ...]:
+        """The compiled steps."""
+        return tuple(dict.fromkeys(entry.step for entry in self.entries))
+
+    def bytes_per_execution(self, step: Optional[str] = None) -> int:
+        """Bytes that one execution of a step, or of every step, brings to the host in addition."""
+        return sum(entry.bytes or 0 for entry in self.entries if step in (None, entry.step))
+
+    def extra_streams(self, step: Optional[str] = None) -> int:
+        """Output streams in addition to the step's own."""
+        own = sum(entry.streams for entry in self.entries if step in (None, entry.step))
+        return own + sum(n for name, n in self._packed.items() if step in (None, name))
+
+    def packed(self, step: str) -> int:
+        """Output streams that the step's scalars share."""
+        return self._packed.get(step, 0)
+
+    def share(self, entry: CostEntry) -> float:
+        """An entry's part of what its step costs, 0 to 1."""
+        total = self.bytes_per_execution(entry.step)
+        return (entry.bytes or 0) / total if total else 0.0
+
+    def largest(self, step: Optional[str] = None) -> Optional[CostEntry]:
+        """The most expensive entry."""
+        entries = [entry for entry in self.entries if step in (None, entry.step)]
+        return max(entries, key=lambda entry: entry.bytes or 0, default=None)
+
+    def replaced(self, step: str, entries: Sequence[CostEntry], packed: int) -> "Cost":
+        """The same with another price of one step."""
+        others = [entry for entry in self.entries if entry.step != step]
+        return Cost([*others, *entries], {**self._packed, step: packed})
+
+    def __str__(self) -> str:
+        if not self.entries:
+            return "nothing is anchored"
+        rows = [_TITLES, *self._rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column < 4 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths))
+            ).rstrip()
+            for row in rows
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([*lines, *self._totals()])
+
+    def __repr__(self) -> str:
+        total = bytes_text(self.bytes_per_execution())
+        return f"<Cost of {len(self.entries)} anchored things: {total} per execution>"
+
+    def _repr_html_(self) -> str:
+        def line(cells: Sequence[str], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+        body = "".join(line(row, "td") for row in self._rows())
+        foot = "<br>".join(html.escape(text) for text in self._totals())
+        return f"<table>{line(_TITLES, 'th')}{body}</table><p>{foot}</p>"
+
+    def _rows(self) -> List[Tuple[str, ...]]:
+        return [
+            (
+                entry.step,
+                entry.name if len(entry.name) <= 60 else entry.name[:59] + "…",
+                "?" if entry.shape is None else str(list(entry.shape)),
+                entry.dtype,
+                "?" if entry.bytes is None else f"{entry.bytes:,}",
+                f"{self.share(entry):.1%}",
+                str(entry.streams) if entry.streams else "shared",
+            )
+            for entry in sorted(self.entries, key=lambda e: (e.step, -(e.bytes or 0)))
+        ]
+
+    def _totals(self) -> List[str]:
+        return [
+            f"{step}: {self.bytes_per_execution(step):,} bytes per execution, "
+            f"{self.extra_streams(step)} extra output streams"
+            for step in sorted(self.steps)
+        ]
+
+
+_TITLES = ("step", "anchored", "shape", "dtype", "bytes per execution", "share", "streams")
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """A dtype as the device has it."""
+    on_device = {torch.int64: torch.int32, torch.float64: torch.float32}
+    return str(on_device.get(dtype, dtype)).replace("torch.", "")
+
+
+def anchored_entries(record: StepRecord, wire: Wire, results: int) -> List[CostEntry]:
+    """The price of what joined a step's own outputs."""
+    names: Dict[int, List[str]] = {}
+    for event in record.events:
+        for output, name in zip(anchored_outputs(event), _names_of(event)):
+            if name not in names.setdefault(output.index, []):
+                names[output.index].append(name)
+    whole = {output.index for output in wire.whole}
+    return [
+        CostEntry(
+            record.step,
+            ", ".join(names[output.index]),
+            output.shape,
+            dtype_text(output.dtype),
+            results * output.bytes,
+            int(output.index in whole),
+        )
+        for output in record.anchored
+    ]
+
+
+def own_output_entry(record: StepRecord, wire: Wire, own: Geometry, fetched: Geometry) -> Any:
+    """The price of getting every micro-batch of the step's own outputs, if that was not asked for.
+
+    Returns:
+        A `CostEntry`, or `None`.
+    """
+    more = (fetched.results - own.results) * wire.own_bytes
+    if more <= 0:
+        return None
+    name = f"own outputs, {fetched.output_mode} instead of {own.output_mode}"
+    return CostEntry(record.step, name, None, "", more, 0)
+
+
+def _names_of(event: Event) -> Iterator[str]:
+    """A name for each anchored output of an event, in their order."""
+    name = event.name if isinstance(event, (AnchoredCall, LoggedCall)) else _path(event)
+    if isinstance(event, AnchoredCall) and event.statistics:
+        yield from (f"{name}/{statistic}" for statistic in event.statistics)
+    outputs: List[AnchoredOutput] = list(anchored_outputs(event))
+    yield from [name] * len(outputs)
+
+
+def _path(event: Any) -> str:
+    return str(getattr(event, "path", type(event).__name__))

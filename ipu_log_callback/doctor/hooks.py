@@ -1,0 +1,145 @@
+"""Hooks and settings that Lightning's IPU strategy ignores, refuses, or calls to no effect.
+
+Read in `IPUStrategy`, `IPUPrecisionPlugin`, `IPUAccelerator` and the trainer's configuration
+validator of pytorch-lightning 1.6.5 to 2.0.9 and of lightning-graphcore 0.1.0.
+"""
+
+import inspect
+from dataclasses import replace
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional
+
+import torch
+
+from ipu_log_callback import _compat
+from ipu_log_callback.doctor.findings import Finding, finding
+from ipu_log_callback.record import CallSite
+
+__all__ = ["configured_optimizers", "hook_findings"]
+
+
+class _Hook(NamedTuple):
+    kind: str
+    why: str
+    fix: str
+
+
+_NO_GRADIENTS = "it runs on the host, where no parameter has a gradient: the device keeps them"
+_CLIP = "poptorch.optim.AdamW(..., max_grad_norm=1.0) clips on the device"
+_TRANSFER = "the strategy gives the batch to PopTorch, which moves it to the device"
+
+_HOOKS: Dict[str, _Hook] = {
+    "optimizer_zero_grad": _Hook(
+        "hook-ignored", "gradients are zeroed on the device, after every step", "leave it out"
+    ),
+    "backward": _Hook(
+        "hook-ignored",
+        "the backward pass is part of the compiled step",
+        "leave it out; scale the loss in `training_step`",
+    ),
+    "on_after_backward": _Hook(
+        "hook-ignored", _NO_GRADIENTS, "self.log what the step computes; gradients are anchors"
+    ),
+    "on_before_optimizer_step": _Hook(
+        "hook-ignored", _NO_GRADIENTS, "self.log what the step computes; gradients are anchors"
+    ),
+    "configure_gradient_clipping": _Hook("hook-ignored", _NO_GRADIENTS, _CLIP),
+    "optimizer_step": _Hook(
+        "hook-ignored",
+        "the optimizer steps on the device: `optimizer.step(closure)` only runs the execution, and "
+        "a change\nof its learning rate takes effect at the next one",
+        "a learning rate scheduler in `configure_optimizers`",
+    ),
+    "transfer_batch_to_device": _Hook(
+        "hook-refused", _TRANSFER, "the dataset, `collate_fn`, or `on_before_batch_transfer`"
+    ),
+    "on_after_batch_transfer": _Hook(
+        "hook-refused",
+        _TRANSFER,
+        "the same code in the step, where it runs on the device, or in `on_before_batch_transfer`",
+    ),
+}
+
+
+def configured_optimizers(module: Any) -> List[Any]:
+    """What `configure_optimizers` makes, as far as it can without a running trainer."""
+    try:
+        return _optimizers_in(module.configure_optimizers())
+    except Exception:  # noqa: BLE001  # what it needs of a trainer is not there yet: nothing is known
+        return []
+
+
+def hook_findings(module: Any, trainer: Any, optimizers: List[Any]) -> Iterator[Finding]:
+    """Findings about the module as a whole.
+
+    Args:
+        module: The LightningModule.
+        trainer: The user's own trainer, or `None`.
+        optimizers: What `configure_optimizers` made.
+    """
+    owner = type(module).__name__
+    base = _compat.lightning_class_of(module)
+    for name, hook in _HOOKS.items():
+        function = getattr(type(module), name, None)
+        if function is None or function is getattr(base, name, None):
+            continue
+        made = finding(hook.kind, owner, name, _site(function), hook.why, code=f"def {name}")
+        yield replace(made, fix=hook.fix, headline=made.headline.replace(f".{name}", ""), steps=())
+    if not module.automatic_optimization:
+        yield finding(
+            "manual-optimization",
+            owner,
+            "training_step",
+            _site(getattr(type(module), "training_step", None)),
+            code="automatic_optimization = False",
+        )
+    yield from _optimizer_findings(module, owner, optimizers)
+    clip = getattr(trainer, "gradient_clip_val", None)
+    if clip:
+        made = finding(
+            "trainer-setting",
+            owner,
+            "",
+            None,
+            "gradients are on the device",
+            code=f"Trainer(gradient_clip_val={clip})",
+        )
+        yield replace(made, fix=_CLIP, headline=made.headline.replace(f" in `{owner}`", ""))
+
+
+def _optimizer_findings(module: Any, owner: str, optimizers: List[Any]) -> Iterator[Finding]:
+    site = _site(getattr(type(module), "configure_optimizers", None))
+    if len(optimizers) > 1:
+        made = finding(
+            "trainer-setting",
+            owner,
+            "configure_optimizers",
+            site,
+            "the strategy gives PopTorch one optimizer",
+            code=f"{len(optimizers)} optimizers",
+        )
+        yield replace(made, fix="one optimizer, with parameter groups", steps=())
+    elif any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        made = finding(
+            "trainer-setting",
+            owner,
+            "configure_optimizers",
+            site,
+            "it calls the step several times for one update, a compiled step includes the update",
+            code="LBFGS",
+        )
+        yield replace(made, fix="poptorch.optim.AdamW or SGD", steps=())
+
+
+def _optimizers_in(answer: Any) -> List[Any]:
+    if isinstance(answer, torch.optim.Optimizer):
+        return [answer]
+    if isinstance(answer, dict):
+        return _optimizers_in(answer.get("optimizer"))
+    if isinstance(answer, (list, tuple)):
+        return [found for item in answer for found in _optimizers_in(item)]
+    return []
+
+
+def _site(function: Any) -> Optional[CallSite]:
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+    return None if code is None else CallSite(code.co_filename, code.co_firstlineno)

@@ -1,0 +1,256 @@
+"""What the source of a step tells that one run of it does not.
+
+Values that freeze (`self.current_epoch`, `random.random()`, an attribute that a hook changes) look
+like any other Python value while the step runs, and code behind a branch that was not taken does
+not run at all.
+"""
+
+import ast
+import datetime
+import logging
+import random
+import time
+import types
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+
+import torch
+
+from ipu_log_callback.doctor.source import UNKNOWN, Scope, function_node, segment
+from ipu_log_callback.doctor.walk import RunFunction
+from ipu_log_callback.live import live
+from ipu_log_callback.record import CallSite
+
+__all__ = ["Remark", "host_methods", "mentions", "remarks", "second_argument"]
+
+#: Attributes of a LightningModule and its trainer that change while a run lasts.
+_CHANGING = {
+    "current_epoch",
+    "global_step",
+    "callback_metrics",
+    "logged_metrics",
+    "progress_bar_metrics",
+    "sanity_checking",
+    "is_last_batch",
+    "estimated_stepping_batches_done",
+}
+_CHANGING_CALLS = {"optimizers", "lr_schedulers"}
+_READS = {"item", "tolist", "cpu", "numpy"}
+_GROWS = {"append", "extend", "insert", "add", "appendleft", "setdefault"}
+_NUMPY_QUIET = {"seed", "get_state", "set_state", "default_rng"}
+#: Hooks that run before the first step is compiled.
+_BEFORE = {"on_fit_start", "on_load_checkpoint", "on_save_checkpoint", "on_sanity_check_start"}
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Remark(NamedTuple):
+    """Something in the source: a kind of finding, what it is about, where, and whether it ran."""
+
+    kind: str
+    what: str
+    site: CallSite
+    reached: bool
+    received: str = ""
+
+
+def remarks(
+    scope: Scope, module: Any, lines: Set[Tuple[str, int]], changing: Dict[str, str]
+) -> Iterator[Remark]:
+    """What the source of one function tells.
+
+    Args:
+        scope: The function.
+        module: The LightningModule.
+        lines: The lines that ran.
+        changing: Attributes of the module that hooks change, with the hook's name.
+    """
+    yield from _Reader(scope, module, lines, changing).read()
+
+
+class _Reader:
+    def __init__(
+        self, scope: Scope, module: Any, lines: Set[Tuple[str, int]], changing: Dict[str, str]
+    ) -> None:
+        self._scope = scope
+        self._module = module
+        self._lines = lines
+        self._changing = changing
+        self._found: List[Remark] = []
+        self._statement: Optional[ast.stmt] = None
+
+    def read(self) -> List[Remark]:
+        for statement in self._scope.node.body:
+            self._visit(statement)
+        return self._found
+
+    # -- walking ----------------------------------------------------------------------------
+
+    def _visit(self, node: ast.AST) -> None:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            return  # has a scope of its own when it is called
+        if isinstance(node, ast.stmt):
+            self._statement = node
+        if isinstance(node, ast.Call):
+            if self._scope.resolve(node.func) is live:
+                return
+            self._call(node)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            self._attribute(node)
+        for child in ast.iter_child_nodes(node):
+            self._visit(child)
+
+    def _add(self, kind: str, what: str, node: Any, received: str = "") -> None:
+        site = CallSite(self._scope.file, node.lineno)
+        self._found.append(Remark(kind, what, site, self._ran(node), received))
+
+    def _ran(self, node: Any) -> bool:
+        last = getattr(node, "end_lineno", None) or node.lineno
+        first = min(node.lineno, getattr(self._statement, "lineno", node.lineno))
+        if isinstance(self._statement, (ast.If, ast.While, ast.For, ast.With, ast.Try)):
+            first = node.lineno
+        return any((self._scope.file, line) in self._lines for line in range(first, last + 1))
+
+    # -- calls ------------------------------------------------------------------------------
+
+    def _call(self, node: ast.Call) -> None:
+        target = self._scope.resolve(node.func)
+        text = segment(self._scope.file, node.func)
+        if target is not UNKNOWN and self._draws(target, text, node):
+            return
+        ran = self._ran(node)
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if name in _CHANGING_CALLS and self._is_own(node.func):
+            self._add("frozen-value", f"{text}()", node)
+        elif self._writes(target, text) and not (ran and self._is_watched(target)):
+            self._add("print", "", node)
+        elif not ran:
+            self._not_run(node, name, text)
+
+    def _draws(self, target: Any, text: str, node: ast.Call) -> bool:
+        owner = getattr(target, "__self__", None)
+        name = getattr(target, "__name__", "")
+        drawn = isinstance(owner, random.Random) and name != "seed"
+        kind = type(owner)
+        if kind.__module__.startswith("numpy.random") and name not in _NUMPY_QUIET:
+            drawn = True
+        if drawn:
+            self._add("frozen-random", f"{text}()", node)
+            return True
+        is_time = getattr(target, "__module__", "") == time.__name__ and name != "sleep"
+        is_date = owner in (datetime.datetime, datetime.date) and name in ("now", "today", "utcnow")
+        if is_time or is_date:
+            self._add("frozen-value", f"{text}()", node)
+            return True
+        return False
+
+    def _writes(self, target: Any, text: str) -> bool:
+        if target is UNKNOWN:
+            return False
+        owner = getattr(target, "__self__", None)
+        name = getattr(target, "__name__", "")
+        if isinstance(owner, logging.Logger):
+            return name in ("debug", "info", "warning", "error", "critical", "log", "exception")
+        if owner is self._module:
+            return name == "print"
+        if getattr(target, "__module__", "") == "logging":
+            return name in ("debug", "info", "warning", "error", "critical", "log")
+        return target is print or name in ("rank_zero_info", "rank_zero_warn", "pprint", "pp")
+
+    @staticmethod
+    def _is_watched(target: Any) -> bool:
+        """Whether the run itself notices it."""
+        return target is print or isinstance(getattr(target, "__self__", None), logging.Logger)
+
+    def _not_run(self, node: ast.Call, name: str, text: str) -> None:
+        """Calls in code that did not run: by name only, so never more than a remark."""
+        if ".logger." in f"{text}." and self._is_own(node.func):
+            self._add("logger-call", "", node)
+        elif name in _READS and not node.args:
+            kind = "value-read" if name == "item" else "host-move"
+            self._add(kind, name, node)
+        elif name in _GROWS and isinstance(node.func, ast.Attribute):
+            owner = self._scope.resolve(node.func.value)
+            if isinstance(owner, (list, set, dict)):
+                self._add("side-effect", segment(self._scope.file, node.func.value), node)
+
+    # -- attributes -------------------------------------------------------------------------
+
+    def _is_own(self, expression: ast.AST) -> bool:
+        """Whether an expression starts at the module: `self.trainer.logger`."""
+        while isinstance(expression, (ast.Attribute, ast.Call)):
+            expression = expression.value if isinstance(expression, ast.Attribute) else expression.func
+        return self._scope.resolve(expression) is self._module
+
+    def _attribute(self, node: ast.Attribute) -> None:
+        text = segment(self._scope.file, node)
+        if node.attr in _CHANGING and self._is_own(node):
+            if not isinstance(vars(self._module).get(node.attr), torch.Tensor):
+                self._add("frozen-value", text, node)
+        elif node.attr in self._changing and self._scope.resolve(node.value) is self._module:
+            value = vars(self._module).get(node.attr, UNKNOWN)
+            if isinstance(value, _PLAIN):
+                hook = self._changing[node.attr]
+                self._add("frozen-value", text, node, f"`{hook}` changes it")
+
+
+def host_methods(module: Any, run: Dict[types.CodeType, RunFunction]) -> Iterator[Tuple[str, Any]]:
+    """Name and syntax tree of every method of the user's that no step ran."""
+    for base in type(module).__mro__:
+        if base.__module__.split(".")[0] in ("torch", "pytorch_lightning", "lightning", "builtins"):
+            continue
+        for name, member in vars(base).items():
+            code = getattr(member, "__code__", None)
+            if code is not None and code not in run:
+                node = function_node(code)
+                if node is not None:
+                    yield name, node
+
+
+def changing_attributes(module: Any, run: Dict[types.CodeType, RunFunction]) -> Dict[str, str]:
+    """Attributes of the module that a hook which runs between executions assigns to."""
+    found: Dict[str, str] = {}
+    for name, node in host_methods(module, run):
+        if not name.startswith("on_") or name in _BEFORE:
+            continue
+        for part in ast.walk(node):
+            targets = (
+                part.targets
+                if isinstance(part, ast.Assign)
+                else [part.target]
+                if isinstance(part, (ast.AugAssign, ast.AnnAssign))
+                else []
+            )
+            for target in targets:
+                if (
+                    isinstance(target, ast.Attribute)
+                    and isinstance(target.value, ast.Name)
+                    and node.args.args
+                    and target.value.id == node.args.args[0].arg
+                ):
+                    found.setdefault(target.attr, name)
+    return found
+
+
+def mentions(module: Any, run: Dict[types.CodeType, RunFunction], attribute: str) -> bool:
+    """Whether a method that no step ran, other than `__init__`, mentions an attribute."""
+    return any(
+        isinstance(part, ast.Attribute) and part.attr == attribute and isinstance(part.ctx, ast.Load)
+        for name, node in host_methods(module, run)
+        if name not in ("__init__", "setup")
+        for part in ast.walk(node)
+    )
+
+
+def second_argument(scopes: List[Scope], site: CallSite) -> str:
+    """The text of the value in the `self.log(name, value)` on a line."""
+    for scope in scopes:
+        if scope.file != site.file:
+            continue
+        for node in ast.walk(scope.node):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            last = getattr(node, "end_lineno", None) or node.lineno
+            if node.func.attr == "log" and node.lineno <= site.line <= last:
+                values = node.args[1:2] or [k.value for k in node.keywords if k.arg == "value"]
+                if values:
+                    return segment(scope.file, values[0])
+    return ""

@@ -1,0 +1,249 @@
+"""One run of one step on the emulator, watched from all sides."""
+
+import inspect
+import logging
+import sys
+import warnings
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+
+import torch
+from torchmetrics import Metric
+
+from ipu_log_callback.doctor.findings import Finding, finding
+from ipu_log_callback.doctor.losses import loss_faults
+from ipu_log_callback.doctor.onlooker import Onlooker
+from ipu_log_callback.doctor.user_code import UserCode
+from ipu_log_callback.doctor.walk import Walk
+from ipu_log_callback.doctor.witness import Witness, loggers_watched, prints_watched
+from ipu_log_callback.emulator import compilation, poptorch
+from ipu_log_callback.emulator.structures import flatten
+from ipu_log_callback.metrics import Metrics
+from ipu_log_callback.record import CallSite
+
+__all__ = ["Batch", "StepRun", "run_step"]
+
+
+class Batch(NamedTuple):
+    """What a step is run with.
+
+    Attributes:
+        value: The batch of one loader.
+        loader: Index of its loader, or `None` where the step is not told.
+    """
+
+    value: Any
+    loader: Optional[int] = None
+
+
+class StepRun:
+    """What one run of a step showed.
+
+    Attributes:
+        step: The step.
+        walk: The lines and functions that ran, and what they changed.
+        findings: What was noticed on the way.
+        error: What ended the run early, if anything did.
+    """
+
+    def __init__(self, step: str, module: Any, user_code: UserCode) -> None:
+        self.step = step
+        self.walk = Walk(module, user_code)
+        self.findings: List[Finding] = []
+        self.error: Optional[BaseException] = None
+        self._owner = type(module).__name__
+        self._user_code = user_code
+
+    def site(self) -> Optional[CallSite]:
+        """Where in the user's file the step is."""
+        return self._user_code.innermost(sys._getframe(1))[0]
+
+    def notice(self, kind: str, what: str, fix: str) -> None:
+        """Note a finding at the line where the step is."""
+        site, through = self._user_code.innermost(sys._getframe(1))
+        received = ""
+        if through:
+            received = f"in {through}"
+            if through.startswith("torchmetrics.functional") and kind != "metric-on-device":
+                fix = fix or "the function's validate_args=False, or a metric object of the module"
+        elif kind in ("frozen-log",):
+            received = what
+        self.add(kind, site, what, fix=fix, received=received)
+
+    def add(self, kind: str, site: Optional[CallSite], what: str, **more: Any) -> None:
+        """Note a finding."""
+        self.findings.append(finding(kind, self._owner, self.step, site, what, **more))
+
+
+class _OneStep(torch.nn.Module):
+    """What the emulator compiles: one step of the module, without Lightning's trainer."""
+
+    def __init__(self, module: Any, step: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self._step = step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(*args, **kwargs)
+
+
+def run_step(
+    module: Any, step: str, batch: Batch, trainer: Any, invented: bool, user_code: UserCode
+) -> StepRun:
+    """Run a step once and go on past everything that would end it.
+
+    Args:
+        module: The LightningModule.
+        step: Name of the step.
+        batch: What to run it with.
+        trainer: The trainer that the module is attached to.
+        invented: Whether that trainer is the doctor's own.
+        user_code: Tells the user's code from that of libraries.
+    """
+    run = StepRun(step, module, user_code)
+    arguments, names = _arguments(module, step, batch)
+    for what in sorted(set(_not_tensors(batch.value, "batch"))):
+        site = _first_line(module, step)
+        run.add("batch-value", site, what, code="def " + step)
+    metrics = Metrics(module)
+    positions = _index_positions(arguments, names)
+    onlooker = Onlooker(run.notice, lambda: _look_for_metrics(run, user_code), run.site, positions)
+    witness = Witness(module, step, metrics, onlooker, run.notice, run.site)
+    training = step == "training_step"
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        function = getattr(module, step)
+        with metrics.shown(), prints_watched(run.notice, lambda: _is_users(user_code)):
+            with loggers_watched(module, trainer, run.notice, invented), run.walk.watching():
+                output = witness.run(function, *args, **kwargs)
+        if training:
+            graph = onlooker.snapshot()
+            for kind, what, site in loss_faults(
+                graph, onlooker.values, output, witness.anchored, onlooker.loss_sites
+            ):
+                code = "" if site else f"def {step}"
+                run.add(kind, site or _first_line(module, step), what, code=code)
+        return output
+
+    module.train(training)
+    with metrics.hidden(), _quietly(), _recorded_by(onlooker), torch.set_grad_enabled(training):
+        with ExitStack() as stack:
+            if step in vars(module):
+                stack.callback(vars(module).__setitem__, step, vars(module)[step])
+            executor = poptorch.inferenceModel(_OneStep(module, traced))
+            try:
+                executor.compile(*arguments)
+            except Exception as error:  # noqa: BLE001  # reported as a finding, whatever it is
+                if not onlooker.finished and "reassigned within" not in str(error):
+                    run.error = error
+    return run
+
+
+def _arguments(module: Any, step: str, batch: Batch) -> Tuple[List[Any], List[str]]:
+    """The step's arguments as Lightning's IPU strategy gives them: indices are tensors."""
+    parameters = [
+        parameter
+        for parameter in inspect.signature(getattr(module, step)).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    given: List[Any] = [_as_lightning_gives(batch.value)]
+    names = ["batch"]
+    for parameter in parameters[1:]:
+        if parameter.name == "dataloader_idx":
+            if batch.loader is None and parameter.default is not parameter.empty:
+                break
+            given.append(torch.tensor([batch.loader or 0]))
+        elif parameter.name == "batch_idx" or (
+            len(given) == 1 and parameter.default is parameter.empty
+        ):
+            given.append(torch.tensor([0]))
+        else:
+            break
+        names.append(parameter.name)
+    return given, names
+
+
+def _index_positions(arguments: List[Any], names: List[str]) -> Dict[int, str]:
+    first = len(flatten(arguments[:1]))
+    return {first + index: name for index, name in enumerate(names[1:])}
+
+
+def _as_lightning_gives(value: Any) -> Any:
+    """`IPUStrategy._prepare_input`: lists become tuples, numbers tensors with one element."""
+    if isinstance(value, (bool, int, float)):
+        return torch.tensor([value])
+    if isinstance(value, dict):
+        try:
+            return type(value)({key: _as_lightning_gives(item) for key, item in value.items()})
+        except TypeError:
+            return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_as_lightning_gives, value))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_as_lightning_gives, value))
+    return value
+
+
+def _not_tensors(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _not_tensors(item, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _not_tensors(item, f"{path}[{index}]")
+    elif isinstance(value, str):
+        yield f"str, `{path}`"
+
+
+def _first_line(module: Any, step: str) -> Optional[CallSite]:
+    code = getattr(getattr(type(module), step, None), "__code__", None)
+    return None if code is None else CallSite(code.co_filename, code.co_firstlineno)
+
+
+def _is_users(user_code: UserCode) -> bool:
+    """Whether the call that is being noticed stands in the user's code."""
+    frame = sys._getframe(3)  # this function, the lambda that calls it, what stands in for `print`
+    return user_code.owns_frame(frame)
+
+
+def _look_for_metrics(run: StepRun, user_code: UserCode) -> None:
+    """Notice a metric's own code at work: it was not found among the module's."""
+    for frame in user_code.stack():
+        if frame.f_globals.get("__name__", "").split(".")[0] == "torch":
+            continue
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Metric):
+            run.notice("metric-on-device", type(owner).__name__, "")
+            return
+
+
+@contextmanager
+def _recorded_by(onlooker: Onlooker) -> Iterator[None]:
+    """Have the emulator's next compilation recorded by `onlooker`."""
+    before = compilation.Recorder
+    compilation.Recorder = lambda: onlooker  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        compilation.Recorder = before  # type: ignore[misc]
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what PopTorch says while it compiles."""
+    logger = logging.getLogger("poptorch::python")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _shown_error(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+

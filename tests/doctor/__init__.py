@@ -1,0 +1,1 @@
+"""The doctor finds what tracing changes, where it stands, and nothing else."""

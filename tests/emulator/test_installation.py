@@ -1,0 +1,165 @@
+import importlib
+import importlib.util
+import logging
+import sys
+from types import ModuleType
+
+import pytest
+
+from ipu_log_callback import emulator
+from ipu_log_callback.emulator import installation
+
+
+@pytest.fixture(autouse=True)
+def _uninstalled():
+    """No test here starts or ends with the emulator in place."""
+    emulator.uninstall()
+    yield
+    emulator.uninstall()
+
+
+@pytest.fixture
+def lightning():
+    """The module of an IPU accelerator, from whichever of Lightning's distributions has one."""
+    for package in ("pytorch_lightning", "lightning.pytorch"):
+        try:
+            return importlib.import_module(f"{package}.accelerators.ipu")
+        except ImportError:
+            continue
+    pytest.skip("this Lightning has no IPU strategy")
+
+
+def answers():
+    """What Lightning's loaded modules believe about PopTorch and the IPU."""
+    names = ("_POPTORCH_AVAILABLE", "_IPU_AVAILABLE", "poptorch")
+    return {
+        (name, answer): vars(module)[answer]
+        for name, module in sys.modules.items()
+        if name.startswith(("pytorch_lightning", "lightning.", "lightning_graphcore"))
+        for answer in names
+        if answer in vars(module)
+    }
+
+
+def test_import_gives_the_emulator_and_its_parts():
+    """`import poptorch`, its submodules and a search for it all find the emulator."""
+    emulator.install()
+    assert emulator.is_installed()
+    import poptorch
+    import poptorch.optim
+    from poptorch.options import Options
+
+    assert poptorch.Options is Options
+    assert poptorch.optim.SGD.__module__.startswith("ipu_log_callback.emulator")
+    assert poptorch.ipuHardwareIsAvailable(16)
+    assert importlib.util.find_spec("poptorch") is not None
+
+
+def test_everything_that_is_exported_exists():
+    """`from poptorch import *` works."""
+    from ipu_log_callback.emulator import poptorch
+
+    assert [name for name in poptorch.__all__ if not hasattr(poptorch, name)] == []
+
+
+def test_lightning_that_was_imported_before_sees_an_ipu(lightning):
+    """Lightning asked before the emulator was there; its answers are corrected in every module."""
+    assert not lightning.IPUAccelerator.is_available()
+    emulator.install()
+    assert lightning.IPUAccelerator.is_available()
+    assert all(answers().values())
+
+
+def test_uninstalling_leaves_no_trace(lightning):
+    """Lightning's answers and the loaded modules are afterwards what they were."""
+    before = answers()
+    emulator.install()
+    emulator.uninstall()
+    assert not emulator.is_installed()
+    assert answers() == before
+    assert [name for name in sys.modules if name.split(".")[0] == "poptorch"] == []
+    assert importlib.util.find_spec("poptorch") is None
+
+
+def test_modules_imported_meanwhile_are_corrected_too(monkeypatch):
+    """A module of Lightning's that was imported while the emulator was there does not keep it."""
+    emulator.install()
+    late = ModuleType("pytorch_lightning._late")
+    late._POPTORCH_AVAILABLE = late._IPU_AVAILABLE = True
+    late.poptorch = sys.modules["poptorch"]
+    monkeypatch.setitem(sys.modules, late.__name__, late)
+    emulator.uninstall()
+    assert (late._POPTORCH_AVAILABLE, late._IPU_AVAILABLE, late.poptorch) == (False, False, None)
+
+
+def test_other_packages_with_such_names_are_left_alone(monkeypatch):
+    """Only Lightning's modules are corrected."""
+    other = ModuleType("lightning_bolts")
+    other._IPU_AVAILABLE = False
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    emulator.install()
+    assert other._IPU_AVAILABLE is False
+
+
+def test_a_remembered_answer_is_forgotten():
+    """`lightning_utilities` remembers that PopTorch is missing; code that asks it later is told otherwise."""
+    imports = pytest.importorskip("lightning_utilities.core.imports")
+    assert not imports.package_available("poptorch")
+    emulator.install()
+    assert imports.package_available("poptorch")
+    emulator.uninstall()
+    assert not imports.package_available("poptorch")
+
+
+@pytest.fixture
+def real_poptorch(tmp_path, monkeypatch):
+    """A package called `poptorch` that can be imported."""
+    (tmp_path / "poptorch").mkdir()
+    (tmp_path / "poptorch" / "__init__.py").write_text("real = True")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    yield
+    sys.modules.pop("poptorch", None)
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_real_poptorch_is_not_replaced(real_poptorch, imported):
+    """Where PopTorch is installed, the emulator refuses and says how to insist."""
+    if imported:
+        importlib.import_module("poptorch")
+    with pytest.raises(RuntimeError, match=r"emulator\.install\(force=True\)"):
+        emulator.install()
+    assert not emulator.is_installed()
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_real_poptorch_can_be_hidden_and_comes_back(real_poptorch, imported):
+    """With `force` the emulator takes PopTorch's place until it is uninstalled."""
+    real = importlib.import_module("poptorch") if imported else None
+    emulator.install(force=True)
+    assert not hasattr(importlib.import_module("poptorch"), "real")
+    emulator.uninstall()
+    back = importlib.import_module("poptorch")
+    assert back.real
+    assert real in (None, back)
+
+
+def test_a_directory_called_poptorch_is_not_poptorch(tmp_path, monkeypatch):
+    """A folder of that name without a package in it does not count as PopTorch."""
+    (tmp_path / "poptorch").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    emulator.install()
+    assert emulator.is_installed()
+
+
+def test_it_is_said_once_that_results_are_emulated(monkeypatch, caplog):
+    """One line, on PopTorch's logger, however often the emulator is installed."""
+    monkeypatch.setattr(installation, "_said", False)
+    for _ in range(2):
+        emulator.install()
+        emulator.install()
+        emulator.uninstall()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "emulated on the CPU" in record.message
+    assert "timings" in record.message

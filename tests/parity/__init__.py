@@ -1,0 +1,1 @@
+"""An IPU run logs what a CPU run logs: the same LightningModule, data order and micro-batches."""

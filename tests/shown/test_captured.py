@@ -1,0 +1,110 @@
+import pickle
+import warnings
+
+import pytest
+import torch
+
+from ipu_log_callback import IPULogCallback, live
+from ipu_log_callback.errors import UnknownKeyError
+from ipu_log_callback.tables import Table
+
+from .runs import Net, fit, loader, trainer
+
+
+class Logs(Net):
+    """Logs one of each kind."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = torch.nn.functional.cross_entropy(self.layer(x), y)
+        self.log("loss", loss, prog_bar=True, reduce_fx=torch.mean)
+        self.log("again", loss)
+        self.log("lr", live(lambda: 0.1))
+        self.log("a<b & 'c'", loss * 2)
+        self.log("unwanted", loss)
+        return loss
+
+
+@pytest.fixture(scope="module")
+def callback():
+    made = IPULogCallback(["loss", "again", "lr", "a<*", "accuracy", "val_accuracy"])
+    made_by = trainer(made, iterations=2, accumulation=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the key that is not selected on purpose
+        made_by.fit(Logs(), loader(3, 4), loader(2, 2))
+    return made
+
+
+def test_each_call_is_told_with_its_options_value_and_place(callback):
+    """A row has the key, what was called, what it was given, the options as typed, and the line."""
+    loss, again, lr, *_ = callback.captured["training_step"].calls
+    assert (loss.key, loss.call, loss.value) == ("loss", "self.log", "float32 []")
+    assert loss.options == "prog_bar=True, reduce_fx=mean"
+    assert str(loss.site).startswith("test_captured.py:")
+    assert again.site.line == loss.site.line + 1
+    assert lr.value == "live"
+
+
+def test_bytes_are_those_that_travel(callback):
+    """A tensor logged twice travels once; the sum is what the emulator sees in addition."""
+    step = callback.captured["training_step"]
+    assert [call.bytes for call in step.calls] == [16, 0, 0, 16]
+    assert step.bytes == 32
+    assert step.bytes == callback.cost.bytes_per_execution("training_step") - own_outputs(callback)
+
+
+def own_outputs(callback):
+    """What returning every micro-batch of the step's own outputs costs."""
+    entries = [e for e in callback.cost if e.step == "training_step" and "own" in e.name]
+    return sum(entry.bytes for entry in entries)
+
+
+def test_metrics_and_what_was_dropped_are_told(callback):
+    """Metric calls have rows; keys that were not selected are named."""
+    calls = {call.key: call for call in callback.captured["validation_step"].calls}
+    assert calls["accuracy"].call == "self.accuracy.update"
+    assert calls["accuracy"].value == "float32 [2, 3], int32 [2]"
+    assert calls["val_accuracy"].value == "MulticlassAccuracy"
+    assert callback.captured["training_step"].dropped == ("unwanted",)
+    assert "'unwanted'" in str(callback.captured)
+
+
+def test_text_and_html_say_the_same(callback):
+    """Every cell of the text is in the HTML, escaped; neither has colour."""
+    html = callback._repr_html_()
+    assert "a&lt;b &amp; &#x27;c&#x27;" in html
+    assert "a<b" not in html
+    assert "color" not in html
+    for call in callback.captured["training_step"].calls:
+        for text in (call.call, call.value, str(call.site)):
+            assert text in html
+            assert text in str(callback.captured)
+    assert "IPULogCallback(keys=" in html
+
+
+def test_it_outlives_the_run_and_holds_nothing_of_it():
+    """The summary stays after the run: text and numbers, no tensor and no module."""
+    made = IPULogCallback("*")
+    fit(made)
+    assert set(made.captured) == {"training_step", "validation_step"}
+    held = pickle.dumps(made.captured)
+    assert b"torch" not in held.replace(b"torchmetrics", b"")
+    assert str(pickle.loads(held)) == str(made.captured)  # noqa: S301 - pickled a line above
+
+
+def test_before_a_run_there_is_nothing_and_it_says_so():
+    """An empty summary is readable, and asking it for a step says when there will be one."""
+    made = IPULogCallback("*")
+    assert str(made.captured) == "nothing captured yet"
+    assert "nothing captured yet" in made._repr_html_()
+    with pytest.raises(UnknownKeyError, match="first execution"):
+        made.captured["training_step"]
+
+
+def test_a_table_aligns_its_columns():
+    """Columns start at one place; those marked with `>` end at one."""
+    table = Table("t", ("key", ">n"), [("a", "1"), ("long", "100")], "note")
+    title, head, first, second, note = str(table).splitlines()
+    assert (title, note) == ("t", "    note")
+    assert len(head) == len(first) == len(second)
+    assert first.index("a") == second.index("long") == head.index("key")
