@@ -32,6 +32,10 @@ if [ -z "$$python" ]; then \
   exit 1; fi
 endef
 
+# What Lightning 2.0 has to say of itself on newer torch and setuptools.
+LIGHTNING_S_OWN := -W ignore::UserWarning:lightning_fabric \
+    -W ignore::FutureWarning:pytorch_lightning.utilities._pytree
+
 .PHONY: help
 help: ## List the targets (default)
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,7 +43,7 @@ help: ## List the targets (default)
 .PHONY: demo
 demo: .venv/.demo ## Install into .venv and train examples/digits.py on the emulator; ARGS="--cpu", ...
 	@echo "== examples/digits.py $(ARGS)"
-	@.venv/bin/python examples/digits.py $(ARGS)
+	@.venv/bin/python $(LIGHTNING_S_OWN) examples/digits.py $(ARGS)
 
 .PHONY: test
 test: check ## Install into .venv, then `make check` and the tests; ARGS="-k digits", JOBS=2

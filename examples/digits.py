@@ -141,15 +141,16 @@ def main(argv: Optional[Sequence[str]] = None) -> Measured:
     torch.manual_seed(args.seed)
     train_loader, val_loader = _loaders(args)
 
-    checkpoint = ModelCheckpoint(monitor="val_accuracy", mode="max")
-    steps = StepValues("train_loss_step")
-    callbacks = [checkpoint, EarlyStopping(monitor="val_loss", patience=3), steps]
-    if not args.cpu:
-        callbacks.append(IPULogCallback(keys=["train_*", "val_*"]))
     csv_logger = CSVLogger(args.log_dir, name="digits")
     tensorboard_logger = TensorBoardLogger(
         args.log_dir, name="digits", version=csv_logger.version, default_hp_metric=False
     )
+    log_dir = Path(csv_logger.log_dir)
+    checkpoint = ModelCheckpoint(log_dir / "checkpoints", monitor="val_accuracy", mode="max")
+    steps = StepValues("train_loss_step")
+    callbacks = [checkpoint, EarlyStopping(monitor="val_loss", patience=3), steps]
+    if not args.cpu:
+        callbacks.append(IPULogCallback(keys=["train_*", "val_*"]))
     trainer = pl.Trainer(
         max_epochs=args.epochs,
         logger=[csv_logger, tensorboard_logger],
@@ -164,10 +165,10 @@ def main(argv: Optional[Sequence[str]] = None) -> Measured:
     measured = Measured(
         device=device,
         micro_batches=1 if args.cpu else args.iterations * args.accumulation * args.replicas,
-        epochs=_read_epochs(Path(csv_logger.log_dir) / "metrics.csv"),
+        epochs=_read_epochs(log_dir / "metrics.csv"),
         steps=steps.values,
         best_accuracy=float(checkpoint.best_model_score or 0.0),
-        log_dir=Path(csv_logger.log_dir),
+        log_dir=log_dir,
     )
     _print_measured(measured)
     return measured

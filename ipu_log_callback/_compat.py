@@ -30,8 +30,8 @@ import torch
 
 if TYPE_CHECKING:
     from lightning_fabric.utilities.exceptions import MisconfigurationException
+    from lightning_utilities.core.rank_zero import rank_zero_info
     from pytorch_lightning import Callback, LightningModule
-    from pytorch_lightning.utilities.rank_zero import rank_zero_info
 # Whoever imported Lightning first decides which of its two class trees is in use.
 elif "lightning.pytorch" not in sys.modules and find_spec("pytorch_lightning") is not None:
     from pytorch_lightning import Callback, LightningModule
@@ -47,8 +47,8 @@ __all__ = [
     "Callback",
     "LightningModule",
     "count_updates",
-    "dataloader_suffix",
     "current_hook",
+    "dataloader_suffix",
     "filed_under",
     "is_ipu_strategy",
     "last_value",

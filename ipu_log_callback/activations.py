@@ -5,7 +5,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 
-from .anchor import reduced
+from .anchor import record, reduced
 from .capture import Capture
 from .errors import KeySelectionError, StepCaptureError, names_text, report
 from .metrics import is_metric
@@ -78,7 +78,7 @@ class Activations:
         for name, tensors in outputs.items():
             whole = tensors[0] if len(tensors) == 1 else torch.stack(tensors)
             value, how = reduced(whole, self._reduce, self._statistics, 0, None)
-            capture.record_anchor(name, "activation", value, **how)
+            record(capture, name, "activation", value, how)
 
     def _hook(self, capture: Capture, name: str, outputs: Dict[str, List[torch.Tensor]]) -> Any:
         def note(module: torch.nn.Module, _: Any, output: Any) -> None:

@@ -5,7 +5,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from .capture import current_capture
+from .call_site import call_site
+from .capture import Capture, current_capture
 from .errors import StepCaptureError, report
 from .step_errors import describe_value
 from .tensor_statistics import STATISTICS, Histogram, bin_edges, counts_of, statistics_of
@@ -13,7 +14,7 @@ from .tensor_statistics import STATISTICS, Histogram, bin_edges, counts_of, stat
 if TYPE_CHECKING:
     from .callback import IPULogCallback
 
-__all__ = ["anchor", "histogram_of", "reduced", "stored_by"]
+__all__ = ["anchor", "histogram_of", "record", "reduced", "stored_by"]
 
 #: Callbacks in a run, by the identity of their trainer: where values of eager steps are stored.
 _CALLBACKS: "WeakValueDictionary[int, IPULogCallback]" = WeakValueDictionary()
@@ -65,7 +66,7 @@ def anchor(
     if capture is not None:
         if capture.takes_anchors:
             value, how = reduced(tensor, reduce, STATISTICS, bins, range)
-            capture.record_anchor(name, "anchored", value, **how)
+            record(capture, name, "anchored", value, how)
         return tensor
     stores = [callback for callback in _CALLBACKS.values() if callback.enabled]
     if stores:
@@ -86,6 +87,26 @@ def stored_by(trainer: Any, callback: "Optional[IPULogCallback]") -> None:
         _CALLBACKS.pop(id(trainer), None)
     else:
         _CALLBACKS[id(trainer)] = callback
+
+
+def record(capture: Capture, name: str, kind: str, value: Any, how: Dict[str, Any]) -> None:
+    """Record what `reduced` returned, to come back under a name.
+
+    Raises:
+        StepCaptureError: The step has an anchor of that name, or `tensors` has one.
+    """
+    site, first = call_site(), capture.anchored_at.get(name)
+    if first is not None:
+        raise StepCaptureError(
+            report(
+                f"`anchor('{name}', ...)` in `{capture.name}` received a name used before, "
+                "expected one name for one tensor",
+                where=f"{site}, first in {first}",
+                why="the tensors would take each other's place in `callback.anchored`",
+                fix=f"anchor('{name}_2', ...)",
+            )
+        )
+    capture.record_anchor(name, kind, value, site, **how)
 
 
 def reduced(

@@ -205,7 +205,7 @@ class IPULogCallback(_compat.Callback):
         try:
             from .plot import draw
         except ImportError as error:
-            raise MissingExtraError("callback.plot()", "matplotlib", "notebook") from error
+            raise MissingExtraError("callback.plot()", "matplotlib", "plot") from error
         return draw(self.history, keys or tuple(self.history))
 
     def tensor_names(self, step: str = "training_step") -> Sequence[str]:
@@ -226,7 +226,9 @@ class IPULogCallback(_compat.Callback):
 
     def __getstate__(self) -> Dict[str, Any]:
         # a run belongs to its trainer: a copy or a pickle of the callback starts without one
-        return {**self.__dict__, "_runs": {}}
+        # and without the module, which the trainer's `log` and `log_dict` are bound to
+        state = {**self.__dict__, "_runs": {}}
+        return {name: value for name, value in state.items() if name not in ("log", "log_dict")}
 
     # -- hooks ------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import re
 import threading
 import warnings
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Mapping, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Tuple
 
 import torch
 from torchmetrics import MetricCollection
@@ -90,7 +90,7 @@ class Capture:
         self._frozen: Set[str] = set()
         self._losses = LossWatch()
         self.takes_anchors = True
-        self.reserved: FrozenSet[str] = frozenset()
+        self.anchored_at: Dict[str, str] = {}
         self._anchors: Dict[int, AnchoredOutput] = {}
         self._tensors: List[torch.Tensor] = []
         # keeps the originals alive: an anchor is found again by the identity of its tensor
@@ -218,36 +218,13 @@ class Capture:
             }
         return PendingMetricValue(MetricResult(number), call, self.name)
 
-    def record_anchor(self, name: str, kind: str, value: Any, **reduced: Any) -> None:
-        """Record a tensor, or the few numbers that it was reduced to, to come back under a name.
-
-        Args:
-            name: The name.
-            kind: First part of its logged keys.
-            value: A tensor or a tuple of them.
-            **reduced: `statistics` or `edges` of `AnchoredCall`.
-
-        Raises:
-            StepCaptureError: The step has an anchor of that name, or `tensors` has one.
-        """
-        site = call_site()
-        calls = (e for e in self._events if isinstance(e, AnchoredCall) and e.name == name)
-        first = next((str(event.site) for event in calls), "")
-        if name in self.reserved:
-            first = "IPULogCallback(tensors=...)"
-        if first:
-            raise StepCaptureError(
-                report(
-                    f"`anchor('{name}', ...)` in `{self.name}` received a name used before, "
-                    "expected one name for one tensor",
-                    where=f"{site}, first in {first}",
-                    why="the tensors would take each other's place in `callback.anchored`",
-                    fix=f"anchor('{name}_2', ...)",
-                )
-            )
-        self._events.append(
-            AnchoredCall(name, kind, map_leaves(value, self._leaf), site, **reduced)
-        )
+    def record_anchor(
+        self, name: str, kind: str, value: Any, site: CallSite, **reduced: Any
+    ) -> None:
+        """Record a tensor, or the few numbers it was reduced to: the fields of `AnchoredCall`."""
+        self.anchored_at[name] = str(site)
+        value = map_leaves(value, self._leaf)
+        self._events.append(AnchoredCall(name, kind, value, site, **reduced))
 
     # -- values -----------------------------------------------------------------------------
 

@@ -109,10 +109,11 @@ def _describe_rich(bar: Any, stage: str, text: str) -> Optional[Callable[[], Non
 
 
 def _first(owner: Any, names: Tuple[str, ...]) -> Any:
-    # plain `getattr` with a default would not do: TQDM's properties raise TypeError when unset
-    for name in names:
-        try:
-            return getattr(owner, name)
-        except (AttributeError, TypeError):
-            continue
-    return None
+    return next((getattr(owner, name) for name in names if _has(owner, name)), None)
+
+
+def _has(owner: Any, name: str) -> bool:
+    try:
+        return hasattr(owner, name)
+    except TypeError:  # TQDM's properties, while they are unset
+        return False

@@ -1,6 +1,5 @@
 """What looking costs: bytes and output streams that anchoring adds to an execution."""
 
-import html
 from dataclasses import dataclass
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -16,6 +15,7 @@ from .record import (
     StepRecord,
     anchored_outputs,
 )
+from .tables import Table
 from .wire import Wire
 
 __all__ = ["Cost", "CostEntry", "anchored_entries", "dtype_text", "own_output_entry"]
@@ -102,29 +102,17 @@ class Cost:
     def __str__(self) -> str:
         if not self.entries:
             return "nothing is anchored"
-        rows = [_TITLES, *self._rows()]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column < 4 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths))
-            ).rstrip()
-            for row in rows
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([*lines, *self._totals()])
+        return str(self._table())
 
     def __repr__(self) -> str:
         total = bytes_text(self.bytes_per_execution())
         return f"<Cost of {len(self.entries)} anchored things: {total} per execution>"
 
     def _repr_html_(self) -> str:
-        def line(cells: Sequence[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+        return self._table()._repr_html_()
 
-        body = "".join(line(row, "td") for row in self._rows())
-        foot = "<br>".join(html.escape(text) for text in self._totals())
-        return f"<table>{line(_TITLES, 'th')}{body}</table><p>{foot}</p>"
+    def _table(self) -> Table:
+        return Table(f"anchored: {len(self)}", _TITLES, self._rows(), "\n".join(self._totals()))
 
     def _rows(self) -> List[Tuple[str, ...]]:
         return [
@@ -148,7 +136,7 @@ class Cost:
         ]
 
 
-_TITLES = ("step", "anchored", "shape", "dtype", "bytes per execution", "share", "streams")
+_TITLES = ("step", "anchored", "shape", "dtype", ">bytes per execution", ">share", ">streams")
 
 
 def dtype_text(dtype: torch.dtype) -> str:

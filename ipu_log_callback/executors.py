@@ -123,8 +123,6 @@ class ExecutorListener:
             return returned
         output, anchored = self.wire.unpack(returned, self.own, self.fetched)
         if self._replay is not None:
-            for live_value in self.record.live_values:
-                live_value.look_up()
             taken = None if self._compiles else seconds
             self._on_execution(Execution(self._replay, anchored, self, taken))
         if isinstance(output, dict) and self.wire.carries_anchored:

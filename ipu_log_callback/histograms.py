@@ -9,6 +9,8 @@ from .tensor_statistics import Histogram
 
 __all__ = ["HistogramLogger"]
 
+_BINS = 64
+
 
 class HistogramLogger:
     """Hands tensors to a trainer's loggers as histograms.
@@ -39,26 +41,32 @@ class HistogramLogger:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Log a tensor's elements; those that are not finite are left out."""
-        flat = tensor.detach().reshape(-1).float()
+        flat = tensor.detach().reshape(-1).double()
         flat = flat[torch.isfinite(flat)]
         if not flat.numel():
             return
-        step = self._trainer.global_step
-        for logger in self._loggers:
-            if _is(logger, "TensorBoardLogger"):
-                logger.experiment.add_histogram(name, flat, step)
-            else:
-                import wandb
-
-                logger.log_metrics({name: wandb.Histogram(flat.tolist())}, step)
+        low, high = float(flat.min()), float(flat.max())
+        # counted here: the writer of torch 1.13 does it by a call that NumPy 1.24 refuses
+        counts = torch.histc(flat, _BINS, low, high)
+        spread = 0.0 if high > low else 1.0  # as `histc` does
+        edges = torch.linspace(low - spread, high + spread, _BINS + 1, dtype=torch.double)
+        self._log(name, counts, edges, flat, torch.ones_like(flat))
 
     def add_counts(self, name: str, histogram: Histogram) -> None:
         """Log what was counted on the device; elements outside the range are left out."""
-        counts = histogram.counts.double()
-        if not counts.sum():
-            return
-        edges, step = histogram.edges.double(), self._trainer.global_step
-        middles = (edges[1:] + edges[:-1]) / 2
+        counts, edges = histogram.counts.double(), histogram.edges.double()
+        if counts.sum():
+            self._log(name, counts, edges, (edges[1:] + edges[:-1]) / 2, counts)
+
+    def _log(
+        self,
+        name: str,
+        counts: torch.Tensor,
+        edges: torch.Tensor,
+        values: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        step = self._trainer.global_step
         for logger in self._loggers:
             if _is(logger, "TensorBoardLogger"):
                 logger.experiment.add_histogram_raw(
@@ -66,8 +74,8 @@ class HistogramLogger:
                     min=float(edges[0]),
                     max=float(edges[-1]),
                     num=int(counts.sum()),
-                    sum=float((middles * counts).sum()),
-                    sum_squares=float((middles * middles * counts).sum()),
+                    sum=float((values * weights).sum()),
+                    sum_squares=float((values * values * weights).sum()),
                     bucket_limits=edges[1:].tolist(),
                     bucket_counts=counts.tolist(),
                     global_step=step,
@@ -75,7 +83,7 @@ class HistogramLogger:
             else:
                 import wandb
 
-                pair = (histogram.counts.numpy(), histogram.edges.numpy())
+                pair = (counts.long().numpy(), edges.numpy())
                 logger.log_metrics({name: wandb.Histogram(np_histogram=pair)}, step)
 
 

@@ -85,8 +85,8 @@ class History(Mapping[str, List[HistoryEntry]]):
                 )
             )
         self.keep = _KEPT if keep is True else int(keep)
-        self._executions: Dict[str, Deque["_Row"]] = {}
-        self._epochs: Dict[str, Deque["_Row"]] = {}
+        self._executions: Dict[str, Deque[_Row]] = {}
+        self._epochs: Dict[str, Deque[_Row]] = {}
         self._counts: Dict[str, int] = {}
         self._rows = 0
         self._on_epoch: Dict[str, Dict[str, None]] = {}

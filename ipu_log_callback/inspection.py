@@ -8,7 +8,7 @@ compile their price is told; after every n-th execution they are stored in
 import logging
 import re
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
 
 import torch
 
@@ -16,25 +16,12 @@ from .activations import Activations
 from .anchor import histogram_of
 from .capture import Capture
 from .cost import CostEntry, anchored_entries, dtype_text, own_output_entry
-from .errors import OutputModeError, UnknownTensorError, bytes_text, report, warn
-from .geometry import Geometry
+from .errors import bytes_text, report, warn
 from .histograms import HistogramLogger
 from .inspection_settings import InspectionSettings
 from .measurement import log_device_latencies
-from .named_tensors import (
-    NamedTensor,
-    Parameter,
-    by_pattern,
-    declared,
-    gradients_of,
-    last_of,
-    parameters_of,
-    prefix_of,
-    results_of,
-    state_names,
-    state_scale,
-)
-from .optimizer_states import OptimizerStates
+from .named_anchors import NamedAnchors
+from .named_tensors import NamedTensor
 from .record import AnchoredCall
 from .tensor_statistics import REDUCTIONS, statistics_of
 
@@ -63,9 +50,7 @@ class Inspector:
         self._module = module
         self.settings = settings
         self._activations: Optional[Activations] = None
-        self._parameters: Dict[str, Parameter] = {}
-        self._named: Dict[int, List[NamedTensor]] = {}
-        self._states: Optional[OptimizerStates] = None
+        self._named = NamedAnchors(trainer, module, settings)
         self._histograms: Optional[HistogramLogger] = None
         self._executions: Dict[int, int] = {}
 
@@ -83,8 +68,7 @@ class Inspector:
         self._activations = Activations(
             self._module, settings.activations, settings.reduce_activations, settings.statistics
         )
-        if settings.names_tensors:
-            self._parameters = parameters_of(self._module)
+        self._named.prepare()
 
     def declare(self, wrapper: Any, listeners: Sequence[Any]) -> None:
         """Find the wanted tensors and anchor them in the executors that hold them.
@@ -96,57 +80,15 @@ class Inspector:
         Raises:
             KeySelectionError: A glob matches no trained parameter, or no state of the optimizer.
         """
-        settings = self.settings
-        if not (settings.enabled and settings.names_tensors):
-            return
-        training = [listener for listener in listeners if listener.training]
-        prefix = prefix_of(wrapper, self._module)
-        named = [NamedTensor("tensor", name, tensor) for name, tensor in settings.tensors]
-        if training:
-            named += self._of_parameters("grad", settings.gradients, "Gradient___" + prefix)
-            named += self._of_parameters("weight", settings.weights, "UpdatedVar___" + prefix)
-            named += self._optimizer_states(prefix)
-        for listener in training or listeners:
-            self._named[id(listener)] = declared(listener.executor.options, named)
-
-    def _of_parameters(
-        self, kind: str, patterns: Tuple[str, ...], prefix: str
-    ) -> List[NamedTensor]:
-        candidates = {
-            name: NamedTensor(kind, name, prefix + name, parameter.shape, parameter.dtype)
-            for name, parameter in self._parameters.items()
-            if parameter.trained
-        }
-        argument = "gradients" if kind == "grad" else "weights"
-        return by_pattern(candidates, patterns, argument, type(self._module).__name__)
-
-    def _optimizer_states(self, prefix: str) -> List[NamedTensor]:
-        patterns = self.settings.optimizer_state
-        if not patterns or not self._trainer.optimizers:
-            return []
-        optimizer = self._trainer.optimizers[0]
-        stable = state_names(optimizer)
-        trained = [name for name, parameter in self._parameters.items() if parameter.trained]
-        self._states = OptimizerStates(
-            optimizer, prefix, patterns, stable, trained, type(self._module).__name__
-        )
-        return [
-            NamedTensor(
-                "optim",
-                f"{name}/{state}",
-                f"{stable[state]}___{prefix}{name}",
-                self._parameters[name].shape,
-                self._parameters[name].dtype,
-            )
-            for name, state in self._states.anchored
-        ]
+        if self.settings.enabled:
+            self._named.declare(wrapper, listeners)
 
     def watches(self, listener: Any) -> bool:
         """Whether there is something to do after this executor's executions."""
         return self.settings.enabled and bool(
             self.settings.measure_cost
-            or self._named.get(id(listener))
-            or (self._states is not None and listener.training)
+            or self._named.of(listener)
+            or (self._named.states is not None and listener.training)
             or (listener.record is not None and listener.record.anchor_calls)
         )
 
@@ -157,7 +99,8 @@ class Inspector:
             capture.takes_anchors = False
             yield
             return
-        capture.reserved = frozenset(name for name, _ in self.settings.tensors)
+        for name, _ in self.settings.tensors:
+            capture.anchored_at[name] = "IPULogCallback(tensors=...)"
         with self._activations.recorded(capture):
             yield
 
@@ -170,29 +113,7 @@ class Inspector:
             unknown = re.search(r"Anchor tensor [`'](.+?)' not in Ir Tensors", str(error))
             if unknown is None:
                 raise
-            raise self._unknown_tensor(unknown.group(1)) from error
-
-    def _unknown_tensor(self, name: str) -> UnknownTensorError:
-        named = {tensor.tensor: tensor for each in self._named.values() for tensor in each}
-        tensor = named.get(name)
-        arguments = {"grad": "gradients", "weight": "weights", "optim": "optimizer_state"}
-        if tensor is None or tensor.kind == "tensor":
-            short = "..." if tensor is None else tensor.name
-            call = f"`IPULogCallback(tensors={{{short!r}: {name!r}}})`"
-            why = "the compiled graph has no tensor of that name"
-            fix = "compile without it and look: `callback.tensor_names()` lists all names"
-        else:
-            call = f"`IPULogCallback({arguments[tensor.kind]}=[...])` of '{tensor.name}'"
-            why = "a parameter that does not lead to the loss has no gradient and no update"
-            fix = "leave that parameter out of the glob"
-        return UnknownTensorError(
-            report(
-                f"{call} names a tensor that PopART does not know",
-                received=name,
-                why=why,
-                fix=fix,
-            )
-        )
+            raise self._named.unknown_tensor(unknown.group(1)) from error
 
     # -- after a compile --------------------------------------------------------------------
 
@@ -206,13 +127,12 @@ class Inspector:
         more = own_output_entry(record, listener.wire, listener.own, listener.fetched)
         entries += [more] if more is not None else []
         entries += [
-            self._entry(record.step, tensor, listener)
-            for tensor in self._named.get(id(listener), ())
+            self._entry(record.step, tensor, listener) for tensor in self._named.of(listener)
         ]
         packed = bool(listener.wire.floats) + bool(listener.wire.integers)
         self._callback.cost = self._callback.cost.replaced(record.step, entries, packed)
         self._callback._tensor_names[record.step] = tuple(listener.executor.getTensorNames())
-        known = all(tensor.shape is not None for tensor in self._named.get(id(listener), ()))
+        known = all(tensor.shape is not None for tensor in self._named.of(listener))
         if entries and known:
             self._tell_cost(record.step)
 
@@ -250,29 +170,6 @@ class Inspector:
 
     def _check_output_mode(self, listener: Any) -> None:
         geometry, step = listener.fetched, listener.record.step
-        kinds = {tensor.kind for tensor in self._named.get(id(listener), ())} - {"tensor"}
-        many = geometry.micro_batches_per_result > 1
-        if kinds and many and (kinds != {"grad"} or geometry.iterations > 1):
-            raise OutputModeError(
-                report(
-                    f"`IPULogCallback` anchors {', '.join(sorted(kinds))} of `{step}`, which needs "
-                    "every micro-batch, received their sum",
-                    received="poptorch.OutputMode.Sum",
-                    expected="poptorch.OutputMode.All",
-                    fix="IPULogCallback(..., output_mode='auto')",
-                )
-            )
-        partial = geometry.accumulation > 1 and not geometry.sees_every_micro_batch
-        if partial and "grad" in kinds:
-            warn(
-                report(
-                    f"gradients of `{step}` are those of single micro-batches, "
-                    "expected those of whole weight updates",
-                    received=f"poptorch.OutputMode.{geometry.output_mode} with gradient "
-                    f"accumulation {geometry.accumulation}",
-                    fix="IPULogCallback(..., output_mode='auto')",
-                )
-            )
         if listener.record.anchor_calls and not geometry.sees_each_micro_batch:
             warn(
                 report(
@@ -304,9 +201,9 @@ class Inspector:
         quiet = step == "predict_step"  # Lightning has no `self.log` there
         self._look_at_named(listener, _nothing if quiet else log)
         self._look_at_anchored(execution, _nothing if quiet else log)
-        if self._states is not None and listener.training:
-            for name, value in self._states.read():
-                self._store(f"optim/{name}", value.unsqueeze(0), log)
+        if self._named.states is not None and listener.training:
+            for name, value in self._named.states.read():
+                self._store(f"optim/{name}", value.unsqueeze(0), log, f"optim/{name}")
 
     def measure(self, execution: Any, host_seconds: float, log: LogFunction) -> None:
         """Note and log what an execution took, on the device and on the host."""
@@ -335,30 +232,14 @@ class Inspector:
 
     def _look_at_named(self, listener: Any, log: LogFunction) -> None:
         squares: List[torch.Tensor] = []
-        geometry: Geometry = listener.fetched
-        for tensor in self._named.get(id(listener), ()):
-            returned = listener.executor.getAnchoredTensor(tensor.short)
-            value = results_of(returned, tensor.shape, geometry.results)
+        for tensor, value in self._named.values(listener):
             if tensor.kind == "grad":
-                value = self._gradients(value, listener)
                 squares.append(value.reshape(len(value), -1).square().sum(1))
-            elif tensor.kind != "tensor":
-                value = last_of(value)
-                if tensor.kind == "optim":
-                    value = value / state_scale(self._trainer.optimizers[0])
-            if tensor.kind == "tensor":
-                self._callback.anchored[tensor.name] = value
-            self._store(tensor.key, value, log)
+            name = tensor.name if tensor.kind == "tensor" else tensor.key
+            self._store(name, value, log, tensor.key)
         if squares:
             norms = torch.stack(squares).sum(0).sqrt()
             log("grad/norm", norms.mean(), batch_size=1)
-
-    def _gradients(self, values: torch.Tensor, listener: Any) -> torch.Tensor:
-        training = listener.executor.options.Training
-        summed = int(training.accumulation_and_replication_reduction_type) == 0
-        optimizers = self._trainer.optimizers
-        scale = float(getattr(optimizers[0], "loss_scaling", 1.0)) if optimizers else 1.0
-        return gradients_of(values, listener.fetched, summed, scale)
 
     def _look_at_anchored(self, execution: Any, log: LogFunction) -> None:
         listener = execution.listener
@@ -395,18 +276,16 @@ class Inspector:
         elif self._histograms is not None:
             self._histograms.add(key, value)
 
-    def _store(self, name: str, rows: torch.Tensor, log: LogFunction, key: str = "") -> None:
+    def _store(self, name: str, rows: torch.Tensor, log: LogFunction, key: str) -> None:
         """Store a tensor, log its statistics, draw its histogram.
 
         Args:
-            name: What it is stored under, and logged unless `key` is given.
+            name: What it is stored under.
             rows: `[results or updates, *shape]`.
             log: Lightning's `self.log`.
             key: What its logged keys begin with.
         """
-        key = key or name
-        if not name.startswith("tensor/"):
-            self._callback.anchored[name] = rows
+        self._callback.anchored[name] = rows
         names = self.settings.statistics
         columns = statistics_of(rows.reshape(len(rows), -1), names).unbind(1)
         self._log_statistics(key, dict(zip(names, columns)), log)
@@ -423,25 +302,19 @@ class Inspector:
 
     def _complete_cost(self, listener: Any) -> None:
         """Fill in what only an execution can tell: the sizes of tensors named by the user."""
-        named = self._named.get(id(listener), ())
-        if all(tensor.shape is not None for tensor in named):
+        unknown = [tensor for tensor in self._named.of(listener) if tensor.shape is None]
+        if not unknown:
             return
         step, cost = listener.record.step, self._callback.cost
-        for tensor in named:
-            if tensor.shape is None:
-                returned = listener.executor.getAnchoredTensor(tensor.short)
-                shape = results_of(returned, None, listener.fetched.results).shape[1:]
-                size = returned.numel() * returned.element_size()
-                found = CostEntry(
-                    step, tensor.key, tuple(shape), dtype_text(returned.dtype), size, 1
-                )
-                entries = [
-                    found if (e.step, e.name) == (step, tensor.key) else e
-                    for e in cost
-                    if e.step == step
-                ]
-                cost = cost.replaced(step, entries, cost.packed(step))
-        self._callback.cost = cost
+        found = {}
+        for tensor in unknown:
+            returned = listener.executor.getAnchoredTensor(tensor.short)
+            shape = tuple(self._named.returned(tensor, listener).shape[1:])
+            size = returned.numel() * returned.element_size()
+            dtype = dtype_text(returned.dtype)
+            found[tensor.key] = CostEntry(step, tensor.key, shape, dtype, size, 1)
+        entries = [found.get(entry.name, entry) for entry in cost if entry.step == step]
+        self._callback.cost = cost.replaced(step, entries, cost.packed(step))
         self._tell_cost(step)
 
 

@@ -91,7 +91,7 @@ class MetricReplay:
                 if isinstance(leaf, MetricResult):
                     value = made[leaf.number][result]
                     return value if leaf.key is None else value[leaf.key]
-                return leaf.value if isinstance(leaf, LiveValue) else leaf
+                return leaf.function() if isinstance(leaf, LiveValue) else leaf
 
             for call, metric in zip(self._calls, metrics):
                 made[call.number].append(_make(call, metric, argument))
@@ -142,7 +142,7 @@ class MetricReplay:
     def _make_joined(self, returned: Returned, metrics: Sequence[Any]) -> None:
         def argument(leaf: Any) -> Any:
             if not isinstance(leaf, AnchoredOutput):
-                return leaf.value if isinstance(leaf, LiveValue) else leaf
+                return leaf.function() if isinstance(leaf, LiveValue) else leaf
             return returned.of(leaf, self._results).reshape(-1, *leaf.shape[1:])
 
         for call, metric in zip(self._calls, metrics):

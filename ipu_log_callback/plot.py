@@ -8,8 +8,10 @@ import io
 import re
 from typing import Dict, List, Sequence, Tuple
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -21,6 +23,8 @@ __all__ = ["Picture", "draw"]
 # Okabe and Ito's colours: told apart by colour-blind readers; the markers tell in grey
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = ("o", "s", "D", "^", "v", "P")
+# what is logged of every parameter or submodule: `grad/<parameter>/norm`
+_OF_MANY = re.compile(r"^(grad|weight|optim|activation|anchored)/.+/([^/]+)$")
 _STAGES = re.compile(r"^(train(ing)?|val(id(ation)?)?|test(ing)?|pred(ict(ion)?)?)[_/.-]")
 
 
@@ -55,17 +59,22 @@ def draw(history: History, keys: Sequence[str]) -> Picture:
     series = {key: history[key] for key in dict.fromkeys(keys)}
     panels: Dict[str, List[str]] = {}
     for key in series:
-        panels.setdefault(_STAGES.sub("", key), []).append(key)
+        panels.setdefault(_panel_of(key), []).append(key)
     trained = any(e.step == "training_step" for entries in series.values() for e in entries)
-    figure = Picture(figsize=(9, 0.9 + (2.6 if len(panels) < 4 else 1.9) * len(panels)), dpi=110, layout="constrained")
+    figure = Picture(
+        figsize=(9, 0.9 + (2.6 if len(panels) < 4 else 1.9) * len(panels)),
+        dpi=110,
+        layout="constrained",
+    )
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    colour = 0
+    colours = iter(_colours(len(series)))
     for panel, (label, names) in zip(axes, panels.items()):
-        for name in names:
-            _draw_key(panel, name, series[name], trained, colour)
-            colour += 1
-        panel.set_ylabel(f"{label if len(names) > 1 else names[0]}\n(as logged)")
+        for number, name in enumerate(names):
+            marker = _MARKERS[number % len(_MARKERS)]
+            _draw_key(panel, name, series[name], trained, next(colours), marker)
+        title = label if len(names) > 1 else names[0]
+        panel.set_ylabel(f"{title if len(title) <= 24 else '…' + title[-23:]}\n(as logged)")
         panel.grid(alpha=0.25, linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
@@ -73,14 +82,30 @@ def draw(history: History, keys: Sequence[str]) -> Picture:
     entries = [entry for found in series.values() for entry in found]
     axes[-1].set_xlabel(_x_label(entries, trained))
     if trained:
-        _mark_epochs(axes, entries)
+        _mark_epochs(list(axes), entries)
     return figure
 
 
+def _panel_of(key: str) -> str:
+    """What keys that are drawn in one panel have in common."""
+    of_many = _OF_MANY.match(key)
+    return f"{of_many[1]}/…/{of_many[2]}" if of_many else _STAGES.sub("", key)
+
+
+def _colours(count: int) -> List[str]:
+    if count <= len(_COLOURS):
+        return list(_COLOURS[:count])
+    return [to_hex(colormaps["viridis"](number / count)) for number in range(count)]
+
+
 def _draw_key(
-    panel: Axes, name: str, entries: Sequence[HistoryEntry], trained: bool, number: int
+    panel: Axes,
+    name: str,
+    entries: Sequence[HistoryEntry],
+    trained: bool,
+    colour: str,
+    marker: str,
 ) -> None:
-    colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
     for step in dict.fromkeys(entry.step for entry in entries):
         mine = [entry for entry in entries if entry.step == step]
         single = [entry for entry in mine if not entry.is_epoch]
@@ -97,7 +122,8 @@ def _draw_key(
         along = training or not trained
         if single and (along or not epochs):
             panel.plot(
-                [end for _, end in places], [entry.value for entry in single], "-" if along else "x",
+                [end for _, end in places], [entry.value for entry in single],
+                "-" if along else "x",
                 color=colour, linewidth=1.6, marker="." if len(single) < 40 and along else None,
                 label=f"{label} execution", zorder=2,
             )  # fmt: skip
@@ -119,7 +145,9 @@ def _draw_epochs(
     values = [entry.value for entry in epochs]
     if not trained and single:
         for value in values:
-            panel.axhline(value, color=colour, linestyle="--", linewidth=1.2, label=f"{label} epoch")
+            panel.axhline(
+                value, color=colour, linestyle="--", linewidth=1.2, label=f"{label} epoch"
+            )
         return
     panel.plot(
         [entry.global_step if trained else entry.epoch for entry in epochs], values,
@@ -161,8 +189,7 @@ def _x_label(entries: Sequence[HistoryEntry], trained: bool) -> str:
     counts = {
         len(entry.micro_batches)
         for entry in entries
-        if entry.micro_batches is not None
-        and (entry.step == "training_step" or not trained)
+        if entry.micro_batches is not None and (entry.step == "training_step" or not trained)
     }
     each = f", {counts.pop()} micro-batches each" if len(counts) == 1 else ""
     return f"global step (executions{each})" if trained else f"execution (count{each})"

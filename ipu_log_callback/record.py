@@ -9,7 +9,7 @@ Wherever a captured call was given a tensor that lives on the device, its record
 
 import os
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Generic, Iterator, List, Mapping, Tuple, TypeVar, Union
+from typing import Any, Callable, Dict, Generic, Iterator, Mapping, Tuple, TypeVar, Union
 
 import torch
 
@@ -76,23 +76,14 @@ class AnchoredOutput:
 
 def bytes_of_element(dtype: torch.dtype) -> int:
     """Bytes that one element takes on the device, which has neither int64 nor float64."""
-    return min(torch.empty((), dtype=dtype).element_size(), 4)
+    return min(torch.empty((), dtype=dtype, device="cpu").element_size(), 4)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class LiveValue(Generic[T]):
-    """A value that lives on the host: the function is called after every execution.
-
-    It is called before the trainer steps its schedulers, so that a learning rate is that of the
-    execution and not of the next one.
-    """
+    """A value that lives on the host: the function is called at every replay."""
 
     function: Callable[[], T]
-    value: Any = None
-
-    def look_up(self) -> None:
-        """Call the function; `value` is what it returned."""
-        self.value = self.function()
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,19 +252,6 @@ class StepRecord:
                 found[output.index] = output
         return tuple(found[index] for index in sorted(found))
 
-    @property
-    def live_values(self) -> Tuple["LiveValue[Any]", ...]:
-        """Every live value that an event refers to, in order."""
-        found: List[LiveValue[Any]] = []
-
-        def visit(leaf: Any) -> None:
-            if isinstance(leaf, LiveValue):
-                found.append(leaf)
-
-        for event in self.events:
-            _visit_arguments(event, visit)
-        return tuple(found)
-
     def __repr__(self) -> str:
         return (
             f"<StepRecord of {self.owner}.{self.step}: {len(self.logged)} logged calls, "
@@ -300,15 +278,10 @@ def anchored_outputs(event: Event) -> Iterator[AnchoredOutput]:
         if isinstance(leaf, AnchoredOutput):
             found.append(leaf)
 
-    _visit_arguments(event, visit)
-    yield from found
-
-
-def _visit_arguments(event: Event, visit: Callable[[Any], None]) -> None:
-    """Call `visit` with everything that a call was given."""
     if isinstance(event, MetricCall):
         map_leaves((event.args, dict(event.kwargs)), visit)
     elif isinstance(event, LoggedCall):
         map_leaves((event.value, dict(event.options)), visit)
     elif isinstance(event, AnchoredCall):
         map_leaves(event.value, visit)
+    yield from found

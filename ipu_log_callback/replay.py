@@ -38,6 +38,8 @@ _REDUCTIONS: Dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda values: values.sum(0),
     "min": lambda values: values.amin(0),
     "max": lambda values: values.amax(0),
+    "Python's min": lambda values: -_largest_number(-values),
+    "Python's max": lambda values: _largest_number(values),
 }
 
 
@@ -50,6 +52,20 @@ def reduction_of(options: Mapping[str, Any]) -> str:
     reduce_fx = options.get("reduce_fx", "mean")
     name = (reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__).lower()
     return "mean" if name == "avg" else name
+
+
+def _reducer_of(options: Mapping[str, Any]) -> str:
+    """As `reduction_of`; but Python's own `min` and `max` pass over NaN, in Lightning as here."""
+    reduction = reduction_of(options)
+    return f"Python's {reduction}" if options.get("reduce_fx") in (min, max) else reduction
+
+
+def _largest_number(values: torch.Tensor) -> torch.Tensor:
+    """The largest of `[results, ...]` that is a number; NaN where none is."""
+    if not values.is_floating_point():
+        return values.amax(0)
+    largest = values.masked_fill(values.isnan(), -float("inf")).amax(0)
+    return largest.masked_fill(values.isnan().all(0), float("nan"))
 
 
 class Replay:
@@ -116,7 +132,7 @@ class Replay:
             # a key's reduction is cheap because all keys of a kind are reduced in one operation
             if isinstance(value, AnchoredOutput) and "batch_size" not in event.options:
                 is_float, column = self._columns[value.index]
-                kind = (is_float, reduction_of(options))
+                kind = (is_float, _reducer_of(options))
                 if kind not in reduced:
                     reduced[kind] = self._reduced_columns(returned, *kind)
                 log(name, reduced[kind][column], **options)
@@ -141,7 +157,7 @@ class Replay:
 
     def _replay_results(self, event: LoggedResults, results: Results, log: LogFunction) -> None:
         """Log the entries of a dict that a metric call returned, those that are wanted."""
-        reduction = reduction_of(event.options)
+        reduction = _reducer_of(event.options)
         for key in results[event.result.number][0]:
             if event.selects(key):
                 values = _stacked(results[event.result.number], key)
@@ -175,7 +191,7 @@ class Replay:
         self, event: LoggedCall, returned: Returned, results: Results
     ) -> Tuple[Any, Optional[int]]:
         """A logged call's value for one execution, and its weight where a tensor gives it."""
-        reduction = reduction_of(event.options)
+        reduction = _reducer_of(event.options)
         count = self._geometry.results
         weights: Optional[torch.Tensor] = None
         size = event.options.get("batch_size")
@@ -196,7 +212,7 @@ class Replay:
 
     def _host_value(self, leaf: Any, reduction: str) -> Any:
         """A value that was not computed on the device: the same in every micro-batch."""
-        value = leaf.value if isinstance(leaf, LiveValue) else leaf
+        value = leaf.function() if isinstance(leaf, LiveValue) else leaf
         if reduction == "sum" and isinstance(value, (Number, torch.Tensor)):
             # a CPU run adds it up once a micro-batch
             return value * self._geometry.micro_batches

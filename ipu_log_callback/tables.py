@@ -19,7 +19,7 @@ class Table:
         title: One line above the table.
         columns: The column names; one that starts with `>` is aligned to the right.
         rows: One text a column.
-        note: One line below the table, if any.
+        note: Lines below the table, if any.
 
     Example:
         >>> print(Table("two keys", ("key", ">bytes"), [("train_loss", "4 B"), ("n", "128 B")]))
@@ -45,7 +45,7 @@ class Table:
             )
             for line in lines
         ]
-        note = [self.note] if self.note else []
+        note = self.note.splitlines()
         return "\n".join(
             [
                 self.title,
@@ -69,7 +69,7 @@ class Table:
                 f"<table><thead><tr>{line('th', names)}</tr></thead><tbody>{body}</tbody></table>"
             )
         if self.note:
-            parts.append(f"<p>{escape(self.note)}</p>")
+            parts.append(f"<p>{'<br>'.join(map(escape, self.note.splitlines()))}</p>")
         return "".join(parts)
 
     def _columns(self) -> Tuple[List[str], List[bool]]:

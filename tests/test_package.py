@@ -27,7 +27,6 @@ ABOUT_VERSIONS = {"_compat.py", "emulator/_torch_private.py"}
 
 #: Modules of more than 400 lines, each with the reason.
 LONG_MODULES = {
-    "emulator/optim.py": "one table of PopTorch's optimizers, class by class",
     "emulator/options.py": "every option of `poptorch.Options`, in PopTorch's own grouping",
 }
 

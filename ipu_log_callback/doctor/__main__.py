@@ -13,12 +13,13 @@ import importlib.util
 import logging
 import os
 import sys
-from contextlib import redirect_stdout
-from typing import Any, Callable, List, NoReturn, Optional, Tuple
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from typing import Any, Callable, Iterator, List, NoReturn, Optional, Tuple
 
 from ipu_log_callback import emulator
 from ipu_log_callback.doctor.diagnosis import Diagnosis, diagnose
 from ipu_log_callback.doctor.loaders import METHODS, batches_of_call
+from ipu_log_callback.doctor.module_state import swapped
 from ipu_log_callback.emulator.__main__ import run_program
 
 __all__ = ["main"]
@@ -34,6 +35,23 @@ training, and says what its steps will do differently once they are compiled for
 
 exit code: 1 if something would fail, 0 if nothing would, 2 if there was nothing to diagnose"""
 
+#: Arguments of `Trainer` that name hardware, in any version.
+_OF_THE_MACHINE = frozenset(
+    (
+        "accelerator",
+        "auto_select_gpus",
+        "devices",
+        "gpus",
+        "ipus",
+        "num_nodes",
+        "num_processes",
+        "plugins",
+        "precision",
+        "strategy",
+        "sync_batchnorm",
+        "tpu_cores",
+    )
+)
 _NAMESPACES = ("pytorch_lightning", "lightning.pytorch")
 
 
@@ -60,13 +78,14 @@ def main(argv: List[str]) -> int:
         return 2
     logging.getLogger("poptorch::python").setLevel(logging.ERROR)
     emulator.install(force=True)
-    for namespace in _NAMESPACES:
-        _intercept(namespace)
-    diagnosis, code = _run(program, by_module)
+    with ExitStack() as stack:
+        for namespace in _NAMESPACES:
+            stack.enter_context(_intercepted(namespace))
+        diagnosis, code = _run(program, by_module)
     if diagnosis is None:
+        called = ", ".join(f"Trainer.{method}" for method in METHODS)
         sys.stderr.write(
-            f"{program[0]} ended with {code} and never called Trainer.{', Trainer.'.join(METHODS)}: "
-            "nothing to diagnose\n"
+            f"{program[0]} ended with {code} without a call of {called}: nothing to diagnose\n"
         )
         return code or 2
     sys.stdout.write(f"{diagnosis.to_json() if as_json else diagnosis}\n")
@@ -84,18 +103,27 @@ def _run(program: List[str], by_module: bool) -> Tuple[Optional[Diagnosis], int]
         return None, stop.code if isinstance(stop.code, int) else int(stop.code is not None)
 
 
-def _intercept(namespace: str) -> None:
+@contextmanager
+def _intercepted(namespace: str) -> Iterator[None]:
     """Have the trainer of one of Lightning's two class trees diagnose instead of running."""
+    trainer_class = _trainer_class(namespace)
+    with ExitStack() as stack:
+        for method in METHODS if trainer_class is not None else ():
+            changed = _diagnosing(method, getattr(trainer_class, method))
+            stack.enter_context(swapped(trainer_class, method, changed))
+        if trainer_class is not None:
+            changed = _on_any_machine(trainer_class.__init__)
+            stack.enter_context(swapped(trainer_class, "__init__", changed))
+        yield
+
+
+def _trainer_class(namespace: str) -> Any:
     if importlib.util.find_spec(namespace.split(".", maxsplit=1)[0]) is None:
-        return
+        return None
     try:
-        trainer_class = importlib.import_module(namespace).Trainer
+        return importlib.import_module(namespace).Trainer
     except ImportError:
-        return
-    for method in METHODS:
-        original = getattr(trainer_class, method)
-        setattr(trainer_class, method, _diagnosing(method, original))
-    trainer_class.__init__ = _on_any_machine(trainer_class.__init__)
+        return None
 
 
 def _diagnosing(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,12 +150,6 @@ def _on_any_machine(original: Callable[..., None]) -> Callable[..., None]:
 
     return init
 
-
-#: Arguments of `Trainer` that name hardware.
-_OF_THE_MACHINE = (
-    "accelerator devices num_nodes strategy precision plugins sync_batchnorm gpus tpu_cores ipus "
-    "num_processes auto_select_gpus"
-).split()
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Sequence, Tuple
 
 from ipu_log_callback import _compat
+from ipu_log_callback.call_site import user_frame_of
 from ipu_log_callback.compilation import STEPS
 from ipu_log_callback.doctor.findings import Finding, finding
 from ipu_log_callback.doctor.hooks import configured_optimizers, hook_findings
@@ -147,7 +148,7 @@ def _not_run(run: StepRun) -> str:
 
 def _error_text(run: StepRun) -> str:
     lines = str(run.error).splitlines()
-    return f"{type(run.error).__name__}: {lines[0] if lines else ''}"
+    return f"{type(run.error).__name__}{': ' + lines[0] if lines else ''}"
 
 
 def _findings(module: Any, runs: Sequence[StepRun]) -> Iterable[Finding]:
@@ -221,8 +222,6 @@ def _change_findings(
 
 
 def _raised(module: Any, run: StepRun) -> Finding:
-    from ipu_log_callback.call_site import user_frame_of  # noqa: PLC0415
-
     error = run.error
     site = user_frame_of(error.__traceback__ if error is not None else None)
     return finding("step-raises", type(module).__name__, run.step, site, _error_text(run))

@@ -1,5 +1,6 @@
 """What the doctor can find: one entry a kind, with why it matters and what to type instead."""
 
+import tokenize
 from dataclasses import dataclass, replace
 from typing import Any, Dict, NamedTuple, Optional, Tuple
 
@@ -86,7 +87,8 @@ KINDS: Dict[str, Kind] = {
         True,
         "uses a tensor that is not on the device",
         "only parameters, buffers and the step's arguments move to the device",
-        "self.register_buffer(name, tensor) in `__init__`",
+        "self.register_buffer(name, tensor) in `__init__`; a constant that the step makes:\n"
+        "tensor.to(self.device)",
     ),
     "autograd": Kind(
         True,
@@ -211,7 +213,7 @@ KINDS: Dict[str, Kind] = {
     ),
     "hook-ignored": Kind(
         False,
-        "is never called, or has no effect",
+        "has no effect on the device",
         "{what}",
         "{fix}",
     ),
@@ -277,7 +279,7 @@ class Finding:
             "headline": self.headline,
             "file": None if self.site is None else self.site.file,
             "line": None if self.site is None else self.site.line,
-            "code": None if self.site is None else source_line(self.site),
+            "code": None if self.site is None else _code_on(self.site),
             "steps": list(self.steps),
             "why": self.why,
             "fix": self.fix,
@@ -319,7 +321,7 @@ def finding(
         fails: Replaces the kind's. What was not reached never fails.
     """
     entry = KINDS[kind]
-    quoted = code or ("" if site is None else source_line(site))
+    quoted = code or ("" if site is None else _code_on(site))
     quoted = quoted if len(quoted) <= 72 else quoted[:71] + "…"
     place = f"{owner}.{step}" if step else owner
     return Finding(
@@ -333,6 +335,18 @@ def finding(
         received=received,
         reached=reached,
     )
+
+
+def _code_on(site: CallSite) -> str:
+    """The code of a line, without its comment."""
+    line = source_line(site)
+    try:
+        for token in tokenize.generate_tokens(iter([line]).__next__):
+            if token.type == tokenize.COMMENT:
+                return line[: token.start[1]].rstrip() or line
+    except (tokenize.TokenError, SyntaxError, StopIteration):
+        pass  # a statement that goes on below
+    return line
 
 
 def _filled(text: str, what: str) -> str:

@@ -24,6 +24,7 @@ class _Hook(NamedTuple):
 
 
 _NO_GRADIENTS = "it runs on the host, where no parameter has a gradient: the device keeps them"
+_GRADIENTS = 'IPULogCallback(gradients="*") logs those of the device'
 _CLIP = "poptorch.optim.AdamW(..., max_grad_norm=1.0) clips on the device"
 _TRANSFER = "the strategy gives the batch to PopTorch, which moves it to the device"
 
@@ -37,10 +38,10 @@ _HOOKS: Dict[str, _Hook] = {
         "leave it out; scale the loss in `training_step`",
     ),
     "on_after_backward": _Hook(
-        "hook-ignored", _NO_GRADIENTS, "self.log what the step computes; gradients are anchors"
+        "hook-ignored", _NO_GRADIENTS, _GRADIENTS
     ),
     "on_before_optimizer_step": _Hook(
-        "hook-ignored", _NO_GRADIENTS, "self.log what the step computes; gradients are anchors"
+        "hook-ignored", _NO_GRADIENTS, _GRADIENTS
     ),
     "configure_gradient_clipping": _Hook("hook-ignored", _NO_GRADIENTS, _CLIP),
     "optimizer_step": _Hook(

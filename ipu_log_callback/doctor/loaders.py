@@ -133,5 +133,3 @@ def _is_overridden(name: str, part: Any) -> bool:
         None,
     )
     return own is not None and own is not getattr(base, name, None)
-
-

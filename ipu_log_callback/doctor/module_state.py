@@ -13,8 +13,9 @@ import torch
 
 from ipu_log_callback import _compat
 
-__all__ = ["attached_trainer", "optimizers_known", "restored"]
+__all__ = ["attached_trainer", "optimizers_known", "restored", "swapped"]
 
+_MISSING = object()
 _CONTAINERS = (list, dict, set, collections.deque)
 
 
@@ -28,9 +29,9 @@ def restored(module: torch.nn.Module) -> Iterator[None]:
     contents: List[Tuple[Any, Any]] = []
     for part in module.modules():
         attributes.append((vars(part), dict(vars(part))))
-        for value in vars(part).values():
-            if isinstance(value, _CONTAINERS):
-                contents.append((value, value.copy()))
+        contents.extend(
+            (value, value.copy()) for value in vars(part).values() if isinstance(value, _CONTAINERS)
+        )
     python_state, torch_state = random.getstate(), torch.get_rng_state()
     try:
         yield
@@ -113,3 +114,17 @@ def _new_trainer(namespace: Any) -> Any:
             return lightning.Trainer(**options)
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace `owner.name` while the block runs; leaves no attribute behind."""
+    before = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

@@ -254,7 +254,9 @@ class Onlooker(Recorder):
         names: Set[str] = set()
         for tensor in tensors:
             sources = self._sources(tensor._slot)
-            if any(slot not in self.indices and slot not in self.graph.constants for slot in sources):
+            if any(
+                slot not in self.indices and slot not in self.graph.constants for slot in sources
+            ):
                 return ""
             names.update(self.indices[slot] for slot in sources if slot in self.indices)
         return ", ".join(sorted(names))
@@ -287,10 +289,10 @@ class _StaleTensors(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         onlooker = self._onlooker
-        if not onlooker.is_suspended and not function_name(func).startswith("get:"):
-            if any(map(onlooker.is_stale, _device_tensors((args, kwargs)))):
-                onlooker.tell_stale()
-                args, kwargs = onlooker.revived(args), onlooker.revived(kwargs)
+        asks = onlooker.is_suspended or function_name(func).startswith("get:")
+        if not asks and any(map(onlooker.is_stale, _device_tensors((args, kwargs)))):
+            onlooker.tell_stale()
+            args, kwargs = onlooker.revived(args), onlooker.revived(kwargs)
         return func(*args, **kwargs)
 
 

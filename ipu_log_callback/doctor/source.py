@@ -134,11 +134,7 @@ def _scope_of_callable(target: Any) -> Optional[Scope]:
     if not isinstance(target, types.FunctionType):
         return None
     names = dict(target.__globals__)
-    for name, cell in zip(target.__code__.co_freevars, target.__closure__ or ()):
-        try:
-            names[name] = cell.cell_contents
-        except ValueError:  # not yet assigned
-            continue
+    names.update(inspect.getclosurevars(target).nonlocals)
     return scope_of(RunFunction(target.__code__, names, owner))
 
 
@@ -155,7 +151,7 @@ def scope_of(function: RunFunction) -> Optional[Scope]:
 
 
 @functools.lru_cache(maxsize=None)
-def _tree(file: str, lines: Tuple[str, ...]) -> Dict[Tuple[str, int], Any]:
+def _functions(lines: Tuple[str, ...]) -> Dict[Tuple[str, int], Any]:
     """Functions of a file by name and by every line that their code may give as the first."""
     found: Dict[Tuple[str, int], Any] = {}
     try:
@@ -172,7 +168,7 @@ def _tree(file: str, lines: Tuple[str, ...]) -> Dict[Tuple[str, int], Any]:
 def function_node(code: types.CodeType) -> Any:
     """The syntax tree of a function, or `None` (lambdas and comprehensions have none)."""
     lines = tuple(linecache.getlines(code.co_filename))
-    return _tree(code.co_filename, lines).get((code.co_name, code.co_firstlineno))
+    return _functions(lines).get((code.co_name, code.co_firstlineno))
 
 
 def segment(file: str, node: ast.AST) -> str:

@@ -118,9 +118,10 @@ class _Reader:
             return
         ran = self._ran(node)
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        if name in _CHANGING_CALLS and self._is_own(node.func):
+        by_hand = not self._module.automatic_optimization
+        if name in _CHANGING_CALLS and not by_hand and self._is_own(node.func):
             self._add("frozen-value", f"{text}()", node)
-        elif self._writes(target, text) and not (ran and self._is_watched(target)):
+        elif self._writes(target) and not (ran and self._is_watched(target)):
             self._add("print", "", node)
         elif not ran:
             self._not_run(node, name, text)
@@ -142,7 +143,7 @@ class _Reader:
             return True
         return False
 
-    def _writes(self, target: Any, text: str) -> bool:
+    def _writes(self, target: Any) -> bool:
         if target is UNKNOWN:
             return False
         owner = getattr(target, "__self__", None)
@@ -177,7 +178,9 @@ class _Reader:
     def _is_own(self, expression: ast.AST) -> bool:
         """Whether an expression starts at the module: `self.trainer.logger`."""
         while isinstance(expression, (ast.Attribute, ast.Call)):
-            expression = expression.value if isinstance(expression, ast.Attribute) else expression.func
+            expression = (
+                expression.value if isinstance(expression, ast.Attribute) else expression.func
+            )
         return self._scope.resolve(expression) is self._module
 
     def _attribute(self, node: ast.Attribute) -> None:
@@ -233,7 +236,9 @@ def changing_attributes(module: Any, run: Dict[types.CodeType, RunFunction]) -> 
 def mentions(module: Any, run: Dict[types.CodeType, RunFunction], attribute: str) -> bool:
     """Whether a method that no step ran, other than `__init__`, mentions an attribute."""
     return any(
-        isinstance(part, ast.Attribute) and part.attr == attribute and isinstance(part.ctx, ast.Load)
+        isinstance(part, ast.Attribute)
+        and part.attr == attribute
+        and isinstance(part.ctx, ast.Load)
         for name, node in host_methods(module, run)
         if name not in ("__init__", "setup")
         for part in ast.walk(node)

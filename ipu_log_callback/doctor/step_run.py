@@ -12,10 +12,16 @@ from torchmetrics import Metric
 
 from ipu_log_callback.doctor.findings import Finding, finding
 from ipu_log_callback.doctor.losses import loss_faults
+from ipu_log_callback.doctor.module_state import swapped
 from ipu_log_callback.doctor.onlooker import Onlooker
 from ipu_log_callback.doctor.user_code import UserCode
 from ipu_log_callback.doctor.walk import Walk
-from ipu_log_callback.doctor.witness import Witness, loggers_watched, prints_watched
+from ipu_log_callback.doctor.witness import (
+    Witness,
+    loggers_watched,
+    manual_optimization_watched,
+    prints_watched,
+)
 from ipu_log_callback.emulator import compilation, poptorch
 from ipu_log_callback.emulator.structures import flatten
 from ipu_log_callback.metrics import Metrics
@@ -83,7 +89,13 @@ class _OneStep(torch.nn.Module):
         self.module = module
         self._step = step
 
+    def to(self, *args: Any, **kwargs: Any) -> "_OneStep":
+        """Move the module by its own method: it keeps its `device` up to date."""
+        self.module.to(*args, **kwargs)
+        return self
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step."""
         return self._step(*args, **kwargs)
 
 
@@ -113,9 +125,13 @@ def run_step(
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         function = getattr(module, step)
-        with metrics.shown(), prints_watched(run.notice, lambda: _is_users(user_code)):
-            with loggers_watched(module, trainer, run.notice, invented), run.walk.watching():
-                output = witness.run(function, *args, **kwargs)
+        with ExitStack() as stack:
+            stack.enter_context(metrics.shown())
+            stack.enter_context(prints_watched(run.notice, lambda: _is_users(user_code)))
+            stack.enter_context(loggers_watched(module, trainer, run.notice, invented))
+            stack.enter_context(manual_optimization_watched(module, run.notice))
+            stack.enter_context(run.walk.watching())
+            output = witness.run(function, *args, **kwargs)
         if training:
             graph = onlooker.snapshot()
             for kind, what, site in loss_faults(
@@ -126,16 +142,18 @@ def run_step(
         return output
 
     module.train(training)
-    with metrics.hidden(), _quietly(), _recorded_by(onlooker), torch.set_grad_enabled(training):
-        with ExitStack() as stack:
-            if step in vars(module):
-                stack.callback(vars(module).__setitem__, step, vars(module)[step])
-            executor = poptorch.inferenceModel(_OneStep(module, traced))
-            try:
-                executor.compile(*arguments)
-            except Exception as error:  # noqa: BLE001  # reported as a finding, whatever it is
-                if not onlooker.finished and "reassigned within" not in str(error):
-                    run.error = error
+    executor = poptorch.inferenceModel(_OneStep(module, traced))
+    with ExitStack() as stack:
+        stack.enter_context(metrics.hidden())
+        stack.enter_context(_quietly())
+        stack.enter_context(swapped(compilation, "Recorder", lambda: onlooker))
+        stack.enter_context(torch.set_grad_enabled(training))
+        try:
+            executor.compile(*arguments)
+        except Exception as error:  # noqa: BLE001  # reported as a finding, whatever it is
+            # after the step: what PopTorch makes of its graph is said elsewhere
+            if not onlooker.finished and "reassigned within" not in str(error):
+                run.error = error
     return run
 
 
@@ -218,17 +236,6 @@ def _look_for_metrics(run: StepRun, user_code: UserCode) -> None:
 
 
 @contextmanager
-def _recorded_by(onlooker: Onlooker) -> Iterator[None]:
-    """Have the emulator's next compilation recorded by `onlooker`."""
-    before = compilation.Recorder
-    compilation.Recorder = lambda: onlooker  # type: ignore[assignment,misc]
-    try:
-        yield
-    finally:
-        compilation.Recorder = before  # type: ignore[misc]
-
-
-@contextmanager
 def _quietly() -> Iterator[None]:
     """Without what PopTorch says while it compiles."""
     logger = logging.getLogger("poptorch::python")
@@ -240,10 +247,3 @@ def _quietly() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def _shown_error(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-

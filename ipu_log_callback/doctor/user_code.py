@@ -13,13 +13,26 @@ __all__ = ["UserCode"]
 
 #: Packages whose code is never the user's, wherever they are installed.
 _LIBRARIES = frozenset(
-    "ipu_log_callback torch torchvision torchmetrics pytorch_lightning lightning lightning_fabric "
-    "lightning_utilities lightning_graphcore poptorch numpy".split()
+    (
+        "ipu_log_callback",
+        "lightning",
+        "lightning_fabric",
+        "lightning_graphcore",
+        "lightning_utilities",
+        "numpy",
+        "poptorch",
+        "pytorch_lightning",
+        "torch",
+        "torchmetrics",
+        "torchvision",
+    )
 )
 
 
 def _library_folders() -> Tuple[str, ...]:
-    folders = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders = {
+        sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    }
     folders.update(site.getsitepackages() if hasattr(site, "getsitepackages") else ())
     folders.add(site.getusersitepackages())
     return tuple(sorted(folders))
@@ -36,7 +49,7 @@ class UserCode:
 
     def __init__(self, module: Any) -> None:
         self._packages = {
-            base.__module__.split(".")[0]
+            base.__module__.split(".", maxsplit=1)[0]
             for base in type(module).__mro__
             if base.__module__ not in ("builtins", "abc", "typing")
         } - _LIBRARIES
@@ -51,7 +64,7 @@ class UserCode:
         return self._answers[key]
 
     def _decide(self, filename: str, module_name: str) -> bool:
-        package = module_name.split(".")[0]
+        package = module_name.split(".", maxsplit=1)[0]
         if package in self._packages:
             return bool(linecache.getlines(filename)) or not filename.startswith("<")
         if package in _LIBRARIES or not linecache.getlines(filename):
@@ -93,4 +106,6 @@ class UserCode:
 
 
 #: Libraries that a finding names when one of them is what reads a value.
-_NAMED = frozenset("torchmetrics sklearn scipy transformers matplotlib PIL pandas".split())
+_NAMED = frozenset(
+    ("PIL", "matplotlib", "pandas", "scipy", "sklearn", "torchmetrics", "transformers")
+)

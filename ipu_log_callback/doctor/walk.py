@@ -101,7 +101,7 @@ class Walk:
 
     # -- lines ------------------------------------------------------------------------------
 
-    def _on_call(self, frame: FrameType, event: str, arg: Any) -> Optional[Callable[..., Any]]:
+    def _on_call(self, frame: FrameType, *_: Any) -> Optional[Callable[..., Any]]:
         if not self._user_code.owns_frame(frame):
             return None
         code = frame.f_code
@@ -113,7 +113,7 @@ class Walk:
                 self._state.update(self._globals_of(name))
         return self._on_line
 
-    def _on_line(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
+    def _on_line(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
         self._compare()
         if event == "line":
             self._line = CallSite(frame.f_code.co_filename, frame.f_lineno)
@@ -126,7 +126,7 @@ class Walk:
     # -- state ------------------------------------------------------------------------------
 
     def _state_owners(self) -> Iterator[Tuple[str, Any]]:
-        """Objects of the user's own classes whose attributes are state: modules and what they hold."""
+        """Objects of the user's own classes: modules, and what they hold in attributes."""
         for path, module in self._module.named_modules():
             if is_metric(module) or not self._is_users(type(module)):
                 continue
@@ -210,9 +210,7 @@ def _outline(value: Any, depth: int = 0) -> Any:
 def _same(old: Any, new: Any) -> bool:
     if isinstance(old, tuple) and isinstance(new, tuple):
         return len(old) == len(new) and all(map(_same, old, new))
-    return old is new or (
-        isinstance(old, _NUMBERS) and isinstance(new, _NUMBERS) and old == new
-    )
+    return old is new or (isinstance(old, _NUMBERS) and isinstance(new, _NUMBERS) and old == new)
 
 
 def device_tensors_in(value: Any, depth: int = 0) -> bool:

@@ -1,6 +1,7 @@
-"""What a step says while it runs: `self.log`, metrics, loggers and prints, noticed instead of done."""
+"""What a step says while it runs, noticed instead of done: `self.log`, metrics, loggers, prints."""
 
 import builtins
+import contextlib
 import logging
 import sys
 from contextlib import ExitStack, contextmanager
@@ -10,6 +11,7 @@ import torch
 
 from ipu_log_callback import _compat
 from ipu_log_callback.capture import Capture
+from ipu_log_callback.doctor.module_state import swapped
 from ipu_log_callback.doctor.onlooker import Notice, Onlooker
 from ipu_log_callback.doctor.walk import device_tensors_in
 from ipu_log_callback.metrics import Metrics, is_metric, result_keys
@@ -17,7 +19,7 @@ from ipu_log_callback.record import CallSite, LiveValue
 from ipu_log_callback.selection import Selection
 from ipu_log_callback.step_errors import describe_value
 
-__all__ = ["Witness", "loggers_watched", "prints_watched"]
+__all__ = ["Witness", "loggers_watched", "manual_optimization_watched", "prints_watched"]
 
 #: Functions that send values to a logger of their own.
 _LOGGING_FUNCTIONS = {
@@ -26,7 +28,6 @@ _LOGGING_FUNCTIONS = {
     "neptune": ("log_metric", "log_image", "log_text"),
     "aim": ("track",),
 }
-_MISSING = object()
 
 
 class Witness(Capture):
@@ -57,15 +58,19 @@ class Witness(Capture):
         self.anchored: List[Tuple[str, torch.Tensor, CallSite]] = []
 
     def record_log(
-        self, original: Callable[..., None], name: Any, value: Any, options: Mapping[str, Any]
+        self,
+        original: Callable[..., None],  # noqa: ARG002  # the signature is the capture's
+        name: Any,
+        value: Any,
+        options: Mapping[str, Any],  # noqa: ARG002  # the same
     ) -> None:
         """Notice what a `self.log` cannot carry across compilation."""
         if not isinstance(name, str) or any(mark in name for mark in ("tensor(", "<unavailable>")):
             self._notice("tensor-key", "", "")
         for leaf in _leaves(value):
-            self._check_logged(str(name), leaf)
+            self._check_logged(leaf)
 
-    def _check_logged(self, name: str, leaf: Any) -> None:
+    def _check_logged(self, leaf: Any) -> None:
         if isinstance(leaf, torch.Tensor) and leaf.device.type == "ipu":
             if leaf.numel() != 1:
                 self._notice("log-shape", str(list(leaf.shape)), "")
@@ -133,10 +138,51 @@ def prints_watched(notice: Notice, is_users: Callable[[], bool]) -> Iterator[Non
 
     levels = ("debug", "info", "warning", "error", "critical", "log", "exception")
     with ExitStack() as stack:
-        stack.enter_context(_swapped(builtins, "print", noticing(print)))
+        stack.enter_context(swapped(builtins, "print", noticing(print)))
         for level in levels:
             original = getattr(logging.Logger, level)
-            stack.enter_context(_swapped(logging.Logger, level, noticing(original)))
+            stack.enter_context(swapped(logging.Logger, level, noticing(original)))
+        yield
+
+
+# -- manual optimization ------------------------------------------------------------------------
+
+
+class _InertOptimizer:
+    """An optimizer, or a scheduler, that changes nothing."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("param_groups", "state", "optimizer", "get_last_lr"):
+            return getattr(self._real, name)
+        return lambda *_, **__: contextlib.nullcontext()
+
+
+@contextmanager
+def manual_optimization_watched(module: Any, notice: Notice) -> Iterator[None]:
+    """Let a step that optimizes by hand run to its end, without optimizing."""
+    if module.automatic_optimization:
+        yield
+        return
+    optimizers = [_InertOptimizer(real) for real in module.trainer.optimizers]
+
+    def given(*_: Any, **__: Any) -> Any:
+        return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    def backward(*_: Any, **__: Any) -> None:
+        notice("autograd", "", "")
+
+    replaced = {"optimizers": given, "lr_schedulers": given, "manual_backward": backward}
+    for name in ("toggle_optimizer", "untoggle_optimizer", "clip_gradients"):
+        replaced[name] = nothing
+    with ExitStack() as stack:
+        for name, function in replaced.items():
+            stack.enter_context(swapped(module, name, function))
         yield
 
 
@@ -195,27 +241,14 @@ def loggers_watched(module: Any, trainer: Any, notice: Notice, invented: bool) -
         for owner in (_compat.lightning_class_of(module), _class_called(trainer, "Trainer")):
             for name, answer in (("logger", first), ("loggers", everyone)):
                 if owner is not None and name in vars(owner):
-                    stack.enter_context(_swapped(owner, name, answer))
+                    stack.enter_context(swapped(owner, name, answer))
         for package, names in _LOGGING_FUNCTIONS.items():
             library = sys.modules.get(package)
             for name in names if library is not None else ():
                 stand_in = _LoggerStandIn(notice, None, f"{package}.{name}")
-                stack.enter_context(_swapped(library, name, stand_in))
+                stack.enter_context(swapped(library, name, stand_in))
         yield
 
 
 def _class_called(value: Any, name: str) -> Any:
     return next((base for base in type(value).__mro__ if base.__name__ == name), None)
-
-
-@contextmanager
-def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = vars(owner).get(name, _MISSING)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)

@@ -39,7 +39,7 @@ def run_program(program: List[str], *, by_module: bool) -> int:
     """Run a script or module as Python would and return its exit code.
 
     Args:
-        program: The script's path or the module's name, and its arguments: the program's `sys.argv`.
+        program: The script's path or the module's name, then its arguments.
         by_module: Whether it is a module's name.
     """
     sys.argv = program
@@ -48,7 +48,7 @@ def run_program(program: List[str], *, by_module: bool) -> int:
             runpy.run_module(program[0], run_name="__main__", alter_sys=True)
         else:
             _run_script(program[0])
-    except Exception as err:  # noqa: BLE001  # reported, then the exit code, as Python does
+    except Exception as err:  # noqa: BLE001  # reported, then exit code 1
         err.__traceback__ = _without_runner(err.__traceback__)
         sys.excepthook(type(err), err, err.__traceback__)
         return 1

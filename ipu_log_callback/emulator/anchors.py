@@ -1,7 +1,8 @@
 """Tensors of the compiled graph that a user can ask for by name.
 
-Names are PopART's: ``<parameter>``, ``Gradient___<parameter>``, ``UpdatedVar___<parameter>``, optimizer states such as
-``Accl1___<parameter>``, inputs and the loss (PopTorch 3.4 `debug_tensors_test.py`, user guide "Debugging your model").
+Names are PopART's: ``<parameter>``, ``Gradient___<parameter>``, ``UpdatedVar___<parameter>``,
+optimizer states such as ``Accl1___<parameter>``, inputs and the loss (PopTorch 3.4
+`debug_tensors_test.py`, user guide "Debugging your model").
 """
 
 from typing import Dict, List, Sequence
@@ -23,9 +24,10 @@ def input_name(index: int) -> str:
 
 
 def without_trace_prefix(name: str) -> str:
-    """Return an anchor's name without the ``model.`` that parameters of a traced training model carry.
+    """Return an anchor's name without the ``model.`` of a traced training model's parameters.
 
-    PopTorch 2.6 traces the module inside a wrapper that also holds the optimizer (`_impl.py`, `OptimizerWrapper`).
+    PopTorch 2.6 traces the module inside a wrapper that also holds the optimizer (`_impl.py`,
+    `OptimizerWrapper`).
     """
     kind, mark, parameter = name.rpartition("___")
     return kind + mark + (parameter[6:] if parameter.startswith("model.") else parameter)
@@ -51,7 +53,9 @@ def tensor_names(states: Sequence[str], trained: Sequence[str], inputs: int) -> 
 class AnchorReader:
     """Reads the anchored tensors of one compiled model, micro-batch by micro-batch."""
 
-    def __init__(self, names: Sequence[str], states: Sequence[str], trained: Sequence[str], inputs: int) -> None:
+    def __init__(
+        self, names: Sequence[str], states: Sequence[str], trained: Sequence[str], inputs: int
+    ) -> None:
         """Check that every name exists.
 
         Raises:

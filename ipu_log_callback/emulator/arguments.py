@@ -1,4 +1,4 @@
-"""Arguments of a compiled model: bound to the step's signature, and checked against those it was compiled for.
+"""Arguments of a compiled model: bound to a signature, checked against the first call's.
 
 Rules and texts are those of PopTorch 3.4 `_args_parser.py`.
 """
@@ -15,19 +15,29 @@ from ipu_log_callback.emulator.structures import flatten, map_tensors
 __all__ = ["Arguments", "ArgumentsParser"]
 
 _MISMATCH = (
-    "\nThis error occurred because the inputs passed at runtime don't match the inputs used to compile "
-    "the model.\nTo recompile the model for the new inputs create a new inferenceModel / trainingModel "
+    "\nThis error occurred because the inputs passed at runtime don't match the inputs used to "
+    "compile "
+    "the model.\nTo recompile the model for the new inputs create a new inferenceModel / "
+    "trainingModel "
     "wrapper or call destroy() on the curent one and try again."
 )
 
 
 class Arguments:
-    """One call's arguments: positional ones with their parameters' names, and named ones."""
+    """One call's arguments.
+
+    Attributes:
+        args: Positional arguments.
+        names: Their parameters' names.
+        kwargs: Named arguments.
+        none_by_default: Names of the parameters whose default is ``None``.
+    """
 
     def __init__(self) -> None:
         self.args: List[Any] = []
         self.names: List[str] = []
         self.kwargs: Dict[str, Any] = {}
+        self.none_by_default: List[str] = []
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Arguments":
         """Return the same arguments with `change` applied to each tensor."""
@@ -35,6 +45,7 @@ class Arguments:
         changed.args = map_tensors(self.args, change)
         changed.names = self.names
         changed.kwargs = map_tensors(self.kwargs, change)
+        changed.none_by_default = self.none_by_default
         return changed
 
     def tensors(self, order: "Arguments") -> List[torch.Tensor]:
@@ -98,7 +109,9 @@ def _check_keys(name: str, compiled: Dict[str, Any], given: Dict[str, Any]) -> N
 
 
 def _mismatch(kind: str, name: str, expected: Any, got: Any) -> Exception:
-    return python_error(f"{kind} mismatch for {name}: expected {expected} but got {got}.{_MISMATCH}")
+    return python_error(
+        f"{kind} mismatch for {name}: expected {expected} but got {got}.{_MISMATCH}"
+    )
 
 
 class ArgumentsParser:
@@ -135,6 +148,7 @@ class ArgumentsParser:
         """
         self._check_names(args, kwargs)
         bound = Arguments()
+        bound.none_by_default = [p.name for p in self._parameters if p.default is None]
         rest = list(args)
         only_named = False
         for index, parameter in enumerate(self._parameters):
@@ -162,8 +176,10 @@ class ArgumentsParser:
             assert name not in kwargs, f"Parameter {name} was passed more than once"
         if is_first and any(map(_contains_dict, [*bound.args, *bound.kwargs.values()])):
             logger.warning(
-                "Dicts as inputs only have partial support, they can be accessed using literal keys, "
-                "but full Python functionality is not enabled. Consider changing dict inputs to tuple."
+                "Dicts as inputs only have partial support, they can be accessed using literal "
+                "keys, "
+                "but full Python functionality is not enabled. Consider changing dict inputs to "
+                "tuple."
             )
         return self._contiguous(bound)
 
@@ -172,7 +188,8 @@ class ArgumentsParser:
             return
         names = [parameter.name for parameter in self._parameters]
         assert len(args) + len(kwargs) <= len(names), (
-            f"Too many arguments provided: expected {names} ({len(names)}) but got {len(args) + len(kwargs)}"
+            f"Too many arguments provided: expected {names} ({len(names)}) but got "
+            f"{len(args) + len(kwargs)}"
         )
         for name in kwargs:
             assert name in names, f"{name} is not a valid parameter.Allowed values are {names}"
@@ -190,7 +207,8 @@ class ArgumentsParser:
             return bound
         if not self._warned:
             logger.warning(
-                "At least one input tensor is not contiguous: non-contiguous tensors will be converted."
+                "At least one input tensor is not contiguous: non-contiguous tensors will be "
+                "converted."
             )
             self._warned = True
         return bound.map_tensors(torch.Tensor.contiguous)

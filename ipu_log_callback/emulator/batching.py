@@ -1,8 +1,9 @@
 """Micro-batches of an execution: how inputs are cut, and what comes back.
 
-Inputs and full outputs are laid out as ``[iterations, accumulation, replicas]`` micro-batches along dimension 0. With n
-results, a 0-d output becomes ``[n]`` when n > 1 and stays 0-d when n = 1; any other has its dimension 0 multiplied by n
-(PopTorch 3.4 `PoplarExecutable.cpp`, `Compiler::popartBatchDimForAnchor`, user guide "Efficient data batching").
+Inputs and full outputs are laid out as ``[iterations, accumulation, replicas]`` micro-batches along
+dimension 0. With n results, a 0-d output becomes ``[n]`` when n > 1 and stays 0-d when n = 1; any
+other has its dimension 0 multiplied by n (PopTorch 3.4 `PoplarExecutable.cpp`,
+`Compiler::popartBatchDimForAnchor`, user guide "Efficient data batching").
 """
 
 import dataclasses
@@ -109,7 +110,7 @@ class Collector:
             self._kept[replica] = value.clone() if before is None else before.add_(value)
 
     def result(self) -> torch.Tensor:
-        """Return what the execution returns for this output: ``[results * dim 0, ...]``, or ``[results]``."""
+        """Return what the execution returns: ``[results * dim 0, ...]``, or ``[results]``."""
         values = [value for value in self._kept if value is not None]
         if len(values) == 1:
             return values[0]

@@ -1,7 +1,8 @@
 """From a module and its first micro-batch to an executable: the dispatcher front end.
 
-The order of events is that of PopTorch 3.4 `_poplar_executor.py`, `_compileWithDispatch`: the whole module moves to the
-device, its Python runs once, and afterwards only parameters and buffers are put back.
+The order of events is that of PopTorch 3.4 `_poplar_executor.py`, `_compileWithDispatch`: the whole
+module moves to the device, its Python runs once, and afterwards only parameters and buffers are put
+back.
 """
 
 import dataclasses
@@ -39,7 +40,8 @@ class Request:
         arguments: The first micro-batch.
         training: Whether weights are to be trained.
         geometry: Micro-batches of an execution.
-        gradients_summed: Whether gradients are summed over accumulation and replicas instead of averaged.
+        gradients_summed: Whether gradients are summed over accumulation and replicas instead of
+            averaged.
         buffers_broadcast: Whether replicas must have equal buffers.
         anchors: Names of anchored tensors.
         traced: Whether the front end is `torch.jit.trace` and not the dispatcher.
@@ -58,7 +60,7 @@ class Request:
 
 
 def compile_step(request: Request) -> Tuple[Executable, Any]:
-    """Compile; return the executable, and the step's result as a structure to be filled with outputs."""
+    """Compile; return the executable and the step's result, to be filled with outputs."""
     recorder = Recorder()
     try:
         result = (_trace_step if request.traced else _run_step)(request, recorder)
@@ -112,8 +114,10 @@ def _check_inputs(tensors: Iterable[torch.Tensor]) -> None:
     for index, tensor in enumerate(tensors):
         if tensor.requires_grad:
             raise python_error(
-                "An input tensor to an IPU model can not have requires_grad set to True, however input "
-                f"{index} does: {tensor}\nYou can set requires_grad=True from within the model as an "
+                "An input tensor to an IPU model can not have requires_grad set to True, however "
+                "input "
+                f"{index} does: {tensor}\nYou can set requires_grad=True from within the model "
+                "as an "
                 "alternative, and return gradients as outputs to your model, if required."
             )
 
@@ -139,14 +143,17 @@ def _check_places(before: Dict[Tuple[str, str], Any], after: Dict[Tuple[str, str
         now = after[kind, name]
         if now is not value and not (isinstance(now, int) and now == value):
             raise python_error(
-                f"{kind} {name} is reassigned within the model when calling the forward method. This is "
-                f"not supported. Consider using self.{name}.copy_(src) to copy data from a source tensor, "
+                f"{kind} {name} is reassigned within the model when calling the forward method. "
+                "This is "
+                f"not supported. Consider using self.{name}.copy_(src) to copy data from a "
+                "source tensor, "
                 "where src is the name of the source tensor."
             )
 
 
 def _outputs(result: Any) -> List[int]:
-    slots = []
+    slots: List[int] = []
+    tensor: Any
     for tensor in flatten(result):
         if is_device_tensor(tensor):
             slots.append(tensor._slot)
@@ -166,7 +173,8 @@ def _build(request: Request, recorder: Recorder) -> Executable:
     buffers = [name for name in states if name not in parameters]
     if geometry.replicas > 1 and request.buffers_broadcast and mutated & set(states.values()):
         raise backend_error(
-            "PopTorch does not support broadcasting buffers. If your model is able to tolerate buffers "
+            "PopTorch does not support broadcasting buffers. If your model is able to tolerate "
+            "buffers "
             "becoming out of sync between replicas, you can disable buffer broadcasting using "
             "poptorch.Options.broadcastBuffers(False).",
             source="poptorch/source/InplaceOps.cpp",
@@ -176,12 +184,15 @@ def _build(request: Request, recorder: Recorder) -> Executable:
     wanted = [*graph.outputs, *(graph.inputs[index] for index in written)]
     lasting = {*states.values(), *(graph.groups[slot] for slot in graph.inputs)}
     lasting |= {graph.groups[slot] for slot in graph.constants}
+    groups = [graph.groups[slot] for slot in wanted]
     layout = Layout(
         geometry=geometry,
         parameters=parameters,
         buffers=buffers,
-        trained=[name for name in parameters if host[name].requires_grad] if request.training else [],
-        snapshots=[graph.groups[slot] in lasting for slot in wanted],
+        trained=[name for name in parameters if host[name].requires_grad]
+        if request.training
+        else [],
+        snapshots=[group in lasting or groups.count(group) > 1 for group in groups],
         outputs=len(graph.outputs),
         constant_outputs={
             index: graph.constants[slot]
@@ -195,7 +206,9 @@ def _build(request: Request, recorder: Recorder) -> Executable:
     program = compile_program(
         graph, wanted if loss is None else [*wanted, loss], no_grad=not request.training
     )
-    anchors = AnchorReader(request.anchors, [*parameters, *buffers], layout.trained, len(graph.inputs))
+    anchors = AnchorReader(
+        request.anchors, [*parameters, *buffers], layout.trained, len(graph.inputs)
+    )
     return Executable(program, layout, anchors)
 
 
@@ -203,4 +216,3 @@ def _loss_scale(request: Request) -> float:
     if request.gradients_summed:
         return 1.0
     return 1.0 / (request.geometry.accumulation * request.geometry.replicas)
-

@@ -1,7 +1,7 @@
 """What costs time on hardware, counted.
 
-`counters` adds up over all models; each executor has its own in ``executor.counters``. Nothing here measures time: on a
-CPU time says nothing about an IPU.
+`counters` adds up over all models; each executor has its own in ``executor.counters``. Nothing here
+measures time: on a CPU time says nothing about an IPU.
 """
 
 import dataclasses
@@ -18,16 +18,18 @@ class Counters:
         compiles: Models compiled.
         executions: Calls of compiled models.
         micro_batches: Passes of a step on one replica.
-        implicit_copies_to_host: Copies of all weights caused by touching a stale parameter or buffer.
+        implicit_copies_to_host: Copies of all weights caused by touching a stale parameter or
+            buffer.
         explicit_copies_to_host: Calls of ``copyWeightsToHost``.
-        implicit_copies_to_device: Copies of all weights by an inference model whose training twin moved on, by loading
-            a state dict, or at attachment to the device.
+        implicit_copies_to_device: Copies of all weights by an inference model whose training twin
+            moved on, by loading a state dict, or at attachment to the device.
         explicit_copies_to_device: Calls of ``copyWeightsToDevice``.
         output_tensors: Tensors that came back from executions.
         output_bytes: Their size.
         last_output_tensors: Tensors that came back from the last execution.
         last_output_bytes: Their size.
-        stream_copies: Copies from device to host for outputs: with ``All`` one per tensor and micro-batch.
+        stream_copies: Copies from device to host for outputs: with ``All`` one per tensor and
+            micro-batch.
     """
 
     compiles: int = 0

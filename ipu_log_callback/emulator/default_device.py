@@ -1,7 +1,7 @@
 """Factory functions without a device are forced onto the device while a step is compiled.
 
-PopTorch replaces them on the `torch` module and warns (PopTorch 3.4 `_poplar_executor.py`, `_SetDefaultDeviceType`), so a
-function imported by name beforehand is not affected, there as here.
+PopTorch replaces them on the `torch` module and warns (PopTorch 3.4 `_poplar_executor.py`,
+`_SetDefaultDeviceType`), so a function imported by name beforehand is not affected, there as here.
 """
 
 import functools
@@ -17,7 +17,8 @@ from ipu_log_callback.emulator.tracing import active_recorder
 __all__ = ["factories_on_device"]
 
 _FACTORIES = (
-    "arange", "empty", "full", "full_like", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm",
+    "arange", "empty", "full", "full_like", "linspace", "logspace", "ones", "rand", "randint",
+    "randn", "randperm",
     "range", "tensor", "zeros", "zeros_like",
 )  # fmt: skip
 
@@ -40,7 +41,9 @@ def _forced(function: Callable[..., Any], only_without_tensors: bool) -> Callabl
 
 @contextmanager
 def factories_on_device() -> Iterator[None]:
-    """Force factory functions onto the device, and leave distributions unchecked, while the block runs.
+    """Force factory functions onto the device.
+
+    Leave distributions unchecked, while the block runs.
 
     The checks of `torch.distributions` read values, which no step can.
     """

@@ -1,7 +1,7 @@
 """What PyTorch's dispatcher does with a plain tensor sent to ``ipu`` while no step is compiled.
 
-PyTorch knows the device type but has no kernels for it; without these its own text would appear instead of PopTorch's
-(PopTorch 3.4 `RegisterAtenOverloads.cpp`).
+PyTorch knows the device type but has no kernels for it; without these its own text would appear
+instead of PopTorch's (PopTorch 3.4 `RegisterAtenOverloads.cpp`).
 """
 
 from typing import Any

@@ -31,7 +31,7 @@ def _ipu_print_tensor(self: torch.Tensor, title: str, print_gradient: int) -> to
 
 def _print(title: str, tensor: torch.Tensor) -> None:
     # Imported here, because the executor's modules may import this one.
-    from ipu_log_callback.emulator.executor import isRunningOnIpu
+    from ipu_log_callback.emulator.compile_hooks import isRunningOnIpu
 
     if not isRunningOnIpu():  # a compilation computes values of its own, which nobody is to see
         sys.stderr.write(f"{title}: {tensor.detach()}\n")

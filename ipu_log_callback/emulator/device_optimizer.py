@@ -1,8 +1,9 @@
 """The optimizer on the device: PyTorch's own step on the device's weights.
 
-PopTorch runs no Python of the user's optimizer; it reads its class and its numbers and builds PopART's equivalent
-(PopTorch 3.4 `_optimizer_attributes.py`). So here: the step is that of PyTorch's or PopTorch's class, whatever a subclass
-overrides, and numbers that were constant at compile time stay constant.
+PopTorch runs no Python of the user's optimizer; it reads its class and its numbers and builds
+PopART's equivalent (PopTorch 3.4 `_optimizer_attributes.py`). So here: the step is that of
+PyTorch's or PopTorch's class, whatever a subclass overrides, and numbers that were constant at
+compile time stay constant.
 """
 
 import collections
@@ -55,17 +56,18 @@ class DeviceOptimizer:
         """
         cls = _implementation(host)
         own = ("param_groups", "state", "step", "state_dict", "zero_grad")
-        self._twin: Any = object.__new__(cls)
-        vars(self._twin).update({name: value for name, value in vars(host).items() if name not in own})
+        twin: Any = object.__new__(cls)
+        twin.__dict__.update({name: value for name, value in vars(host).items() if name not in own})
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             if name in vars(host):
-                setattr(self._twin, name, collections.OrderedDict())
-        self._twin.state = collections.defaultdict(dict)
-        self._twin.param_groups = [
+                setattr(twin, name, collections.OrderedDict())
+        twin.state = collections.defaultdict(dict)
+        twin.param_groups = [
             {**_numbers(group), "params": [on_device(param) for param in group["params"]]}
             for group in host.param_groups
         ]
-        self._step: Callable[[], Any] = self._twin.step
+        self._twin: Any = twin
+        self._step: Callable[[], Any] = twin.step
         self._compiled_in = [self._constants(host, group) for group in host.param_groups]
 
     @staticmethod
@@ -75,7 +77,9 @@ class DeviceOptimizer:
         for name, value in _numbers(group).items():
             at = 1e-2 if name == "weight_decay" and isinstance(host, torch.optim.AdamW) else None
             neutral = _COMPILED_IN_AT.get(name) if at is None else at
-            if variable is not None and (name == "lr" or name in _COMPILED_IN_AT or name == "betas"):
+            if variable is not None and (
+                name == "lr" or name in _COMPILED_IN_AT or name == "betas"
+            ):
                 is_constant = variable.isConstant(name)
             else:
                 is_constant = name in _ALWAYS_COMPILED_IN or (
@@ -94,7 +98,8 @@ class DeviceOptimizer:
         """Take over the present numbers of `host`, for instance its learning rate.
 
         Raises:
-            NotEmulatedError: If `host` is of another kind, has other groups, or changed a compiled-in number.
+            NotEmulatedError: If `host` is of another kind, has other groups, or changed a
+            compiled-in number.
         """
         if _kind(_implementation(host)) is not _kind(type(self._twin)):
             raise NotEmulatedError(
@@ -112,7 +117,8 @@ class DeviceOptimizer:
                 if given.get(name) != value:
                     raise NotEmulatedError(
                         f"{name}={given.get(name)!r} in group {index}",
-                        f"{value!r} was compiled in as a constant; call destroy() first, or use a poptorch.optim "
+                        f"{value!r} was compiled in as a constant; call destroy() first, or use "
+                        "a poptorch.optim "
                         f"class and mark it as variable",
                     )
             group.update(_numbers(given))
@@ -132,7 +138,10 @@ class DeviceOptimizer:
 
     @property
     def velocity_scaling(self) -> float:
-        """What SGD's momentum is kept larger by: the loss scaling (PopTorch 3.4 `CompilerImpl.cpp`)."""
+        """What SGD's momentum is kept larger by.
+
+        The loss scaling (PopTorch 3.4 `CompilerImpl.cpp`).
+        """
         return self.loss_scaling if _kind(type(self._twin)) is torch.optim.SGD else 1.0
 
     # The state, as PopTorch's optimizers keep it on the host
@@ -176,4 +185,3 @@ class DeviceOptimizer:
 _MOMENTS = {"exp_avg": "Accl1", "exp_avg_sq": "Accl2", "step": "Step"}
 _MOMENTUM = {"momentum_buffer": "Accl1"}
 _AVERAGES = {"square_avg": "Accl1", "grad_avg": "Accl2", "momentum_buffer": "Accl3", "step": "Step"}
-

@@ -1,7 +1,7 @@
 """Tensors that say ``ipu:0``: names of values in the step that is being compiled.
 
-A device tensor holds no numbers. While its step is compiled every call on it goes to the recorder; afterwards it still
-knows its shape and type, and anything else is an error, as on hardware.
+A device tensor holds no numbers. While its step is compiled every call on it goes to the recorder;
+afterwards it still knows its shape and type, and anything else is an error, as on hardware.
 """
 
 from typing import Any, Dict, Optional, Protocol, Tuple
@@ -17,10 +17,13 @@ DEVICE = torch.device("ipu:0")
 
 # What a tensor knows without its values.
 _OWN_KNOWLEDGE = {
-    "get:shape", "get:dtype", "get:device", "get:ndim", "get:requires_grad", "get:is_leaf", "get:layout", "get:grad",
-    "get:grad_fn", "get:is_cuda", "get:is_ipu", "get:is_cpu", "get:names", "get:is_sparse", "get:is_quantized",
+    "get:shape", "get:dtype", "get:device", "get:ndim", "get:requires_grad", "get:is_leaf",
+    "get:layout", "get:grad",
+    "get:grad_fn", "get:is_cuda", "get:is_ipu", "get:is_cpu", "get:names", "get:is_sparse",
+    "get:is_quantized",
     "get:is_meta", "get:is_mkldnn", "get:is_nested", "get:is_xpu", "get:is_mps",
-    "size", "dim", "numel", "nelement", "__len__", "is_floating_point", "is_complex", "stride", "element_size",
+    "size", "dim", "numel", "nelement", "__len__", "is_floating_point", "is_complex", "stride",
+    "element_size",
     "ndimension", "get_device",
 }  # fmt: skip
 
@@ -63,7 +66,11 @@ class DeviceTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
+        cls,
+        func: Any,
+        types: Any,
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         """Hand a call to the recorder of its step, or answer what a tensor knows for ever."""
         del types
@@ -81,8 +88,12 @@ class DeviceTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
+    def __torch_dispatch__(  # type: ignore[override]  # a stub error: it is a class method
+        cls,
+        func: Any,
+        types: Any,
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         """Hand an operator call that bypassed the Python interface to the recorder."""
         del types

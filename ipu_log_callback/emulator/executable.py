@@ -24,11 +24,13 @@ class Layout:
         parameters: Names of floating-point parameters, in order.
         buffers: Names of floating-point buffers.
         trained: Parameters that require gradients, in a training model.
-        snapshots: For each wanted value, whether it must be copied at once because it shares memory with something that
-            a later micro-batch may change.
+        snapshots: For each wanted value, whether it must be copied at once because it shares memory
+            with something that a later micro-batch may change.
         outputs: How many of the program's values are outputs of the step.
-        constant_outputs: Values of the outputs that are constants, by their number; they come back once.
-        written_inputs: Numbers of the inputs that the step writes to; their values follow the outputs.
+        constant_outputs: Values of the outputs that are constants, by their number; they come back
+            once.
+        written_inputs: Numbers of the inputs that the step writes to; their values follow the
+            outputs.
         loss: Number of the final loss among the program's values, or ``None``.
         loss_scale: What a micro-batch's gradients are multiplied with before they are summed up.
     """
@@ -88,7 +90,7 @@ class Executable:
                 replica[name].copy_(value)
 
     def download(self, host: Dict[str, torch.Tensor]) -> None:
-        """Copy parameters, and the first replica's buffers, into the host's tensors of the same names."""
+        """Copy parameters, and the first replica's buffers, into host tensors by name."""
         with torch.no_grad():
             for name, value in {**self.weights, **self.buffers[0]}.items():
                 host[name].copy_(value)
@@ -128,14 +130,18 @@ class Executable:
 
     # Execution
 
-    def execute(self, inputs: Sequence[torch.Tensor]) -> Tuple[List[torch.Tensor], Dict[str, torch.Tensor]]:
+    def execute(
+        self, inputs: Sequence[torch.Tensor]
+    ) -> Tuple[List[torch.Tensor], Dict[str, torch.Tensor]]:
         """Run all micro-batches of one execution.
 
         Args:
-            inputs: The step's tensor arguments, for all micro-batches: ``[micro-batches * dim 0, ...]``.
+            inputs: The step's tensor arguments, for all micro-batches: ``[micro-batches * dim 0,
+                ...]``.
 
         Returns:
-            The outputs of the step, then the values of inputs that the step wrote to; and the anchored tensors by name.
+            The outputs of the step, then the values of inputs that the step wrote to; and the
+            anchored tensors by name.
         """
         layout, geometry = self.layout, self.layout.geometry
         slices = [micro_batches(to_device_dtype(tensor), geometry.total) for tensor in inputs]
@@ -151,13 +157,15 @@ class Executable:
                     values, found = self._micro_batch(mine, replica)
                     read.append(found)
                     for collector, value, snapshot in zip(collectors, values, layout.snapshots):
-                        value = value.detach()
-                        collector.add(value.clone() if snapshot else value, step, replica)
+                        kept = value.detach()
+                        collector.add(kept.clone() if snapshot else kept, step, replica)
                 if self.optimizer is not None and (step + 1) % geometry.accumulation == 0:
                     self.optimizer.step()
                 self._collect_anchors(anchored, read, step)
         outputs = [
-            layout.constant_outputs[index].clone() if index in layout.constant_outputs else collector.result()
+            layout.constant_outputs[index].clone()
+            if index in layout.constant_outputs
+            else collector.result()
             for index, collector in enumerate(collectors)
         ]
         return outputs, {name: collector.result() for name, collector in anchored.items()}
@@ -167,16 +175,14 @@ class Executable:
     ) -> Tuple[Tuple[torch.Tensor, ...], Dict[str, torch.Tensor]]:
         """Run forward and backward pass of one micro-batch on one replica."""
         buffers = self.buffers[replica]
-        # Detached: a buffer updated from a differentiable value must not tie this micro-batch to the next.
+        # Detached: a buffer updated from a differentiable value must not tie this micro-batch to
+        # the next.
         states = [
             self.weights[name] if name in self.weights else buffers[name].detach()
             for name in self.program.states
         ]
         values = self.program.run(inputs, states)
-        if self.layout.loss is None:
-            gradients = {}
-        else:
-            gradients = self._backward(values[self.layout.loss])
+        gradients = {} if self.layout.loss is None else self._backward(values[self.layout.loss])
         if not self.anchors.names:
             return values, {}
         loss = values[self.layout.loss] if self.layout.loss is not None else torch.empty(0)
@@ -185,7 +191,11 @@ class Executable:
         return values, self.anchors.before_update(inputs, every, gradients, loss, scaling)
 
     def _backward(self, loss: torch.Tensor) -> Dict[str, torch.Tensor]:
-        """Add this micro-batch's share to the gradients; return its own gradients if an anchor wants them."""
+        """Add this micro-batch's share to the gradients.
+
+        Returns:
+            The micro-batch's own gradients by name, if an anchor wants them.
+        """
         scale = self.layout.loss_scale
         if not loss.requires_grad:
             return {}

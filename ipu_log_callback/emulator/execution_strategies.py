@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 from ipu_log_callback.emulator import enums
+from ipu_log_callback.emulator.errors import backend_error
 
 __all__ = [
     "ParallelPhasedExecution",
@@ -19,6 +20,7 @@ __all__ = [
     "Stage",
     "enter_block",
     "number_blocks_from_zero",
+    "refuse_in_training",
 ]
 
 # The strategy of the model that is being compiled; blocks outside a compilation are not checked.
@@ -32,6 +34,19 @@ def enter_block(user_id: Optional[str], ipu_id: Optional[int]) -> Optional[str]:
         The block's id: a number in place of a missing `user_id`, unless nothing is being compiled.
     """
     return _active[-1].begin_block(user_id, ipu_id) if _active else user_id
+
+
+def refuse_in_training(function: str) -> None:
+    """Refuse what only an inference model may call (PopTorch 3.4 `Compiler.cpp`).
+
+    Raises:
+        Error: If a training model is being compiled.
+    """
+    if _active and _active[-1].is_training:
+        raise backend_error(
+            f"poptorch.{function}() is only supported in inference.",
+            source="popart_compiler/source/Compiler.cpp",
+        )
 
 
 def number_blocks_from_zero() -> None:
@@ -98,6 +113,7 @@ class ExecutionStrategy:
         """Map each block of `stages` to its stage."""
         self._block_map: Dict[str, Stage] = {}
         self.unnamed_blocks = 0
+        self.is_training = False
         self.entered_ipus: List[int] = []
         for stage in stages:
             for block in stage.blocks:
@@ -135,9 +151,10 @@ class ExecutionStrategy:
         )
 
     @contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Check the blocks entered while this context is open."""
+    def compiling(self, *, training: bool = False) -> Iterator[None]:
+        """Check what a model does while its Python runs; `training` says which kind of model."""
         self.unnamed_blocks = 0
+        self.is_training = training
         self.entered_ipus = []
         _active.append(self)
         try:

@@ -1,7 +1,7 @@
 """The recorded step: which functions were called on which values, and what of it matters.
 
-A *slot* stands for one tensor value of the step. Tensors that share memory are one *group*: writing to one of them
-writes to all, so liveness and data flow are tracked by group.
+A *slot* stands for one tensor value of the step. Tensors that share memory are one *group*: writing
+to one of them writes to all, so liveness and data flow are tracked by group.
 """
 
 import dataclasses
@@ -43,7 +43,8 @@ class Node:
         func: What to call.
         args: Positional arguments, with `Ref` for values of the step.
         kwargs: Keyword arguments, likewise.
-        outputs: New slots, each with the path that leads to it in the call's result; ``()`` is the result itself.
+        outputs: New slots, each with the path that leads to it in the call's result; ``()`` is the
+            result itself.
         mutates: Groups that the call writes to.
         grad: Whether gradients were enabled.
         random: Whether the call draws random numbers.
@@ -122,7 +123,7 @@ class Graph:
         self.nodes = kept[::-1]
 
     def feeds(self, source: Node, targets: List[Node]) -> bool:
-        """Whether a value made by `source` reaches, through any number of calls, one of `targets`."""
+        """Whether a value made by `source` reaches one of `targets`, over any number of calls."""
         wanted = {id(target) for target in targets}
         tainted = {self.groups[slot] for slot, _ in source.outputs}
         for node in self.nodes[self.nodes.index(source) + 1 :]:

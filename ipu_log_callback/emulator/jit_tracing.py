@@ -1,8 +1,8 @@
-"""The trace front end of SDK 2.x: `torch.jit.trace` on CPU tensors, then the traced graph is recorded operator by operator.
+"""The trace front end of SDK 2.x: `torch.jit.trace` first, then a recording of its graph.
 
-The step's Python runs on the host, more than once, on the user's own weights; errors are `torch.jit`'s own (PopTorch 2.6
-`_poplar_executor.py`, `_trace_model_and_get_compile_args`). What comes out of the trace then lives by the same rules as a
-step recorded by the dispatcher.
+The step's Python runs on the host, more than once, on the user's own weights; errors are
+`torch.jit`'s own (PopTorch 2.6 `_poplar_executor.py`, `_trace_model_and_get_compile_args`). What
+comes out of the trace then lives by the same rules as a step recorded by the dispatcher.
 """
 
 import functools
@@ -22,11 +22,6 @@ from ipu_log_callback.emulator.structures import map_tensors
 from ipu_log_callback.emulator.tracing import Recorder
 
 __all__ = ["interpret", "trace"]
-
-_NONDETERMINISTIC = (
-    "Trace had nondeterministic nodes",
-    "the traced function does not match the corresponding output",
-)
 
 
 @contextmanager
@@ -67,12 +62,14 @@ def trace(model: torch.nn.Module, arguments: Arguments) -> Tuple[Any, bool]:
 
     Raises:
         TypeError: If an argument holds anything but tensors.
-        RuntimeError: Whatever `torch.jit.trace` refuses: dicts, numbers and ``None`` among the outputs, for instance.
+        RuntimeError: Whatever `torch.jit.trace` refuses: dicts, numbers and ``None`` among the
+        outputs, for instance.
     """
     args = _positional(arguments)
     returns = True
-    with _state_kept(model), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with _state_kept(model), warnings.catch_warnings():
+        # PopTorch drops them, unless the graph holds random operators: branches freeze silently.
+        warnings.simplefilter("ignore")
         try:
             try:
                 traced = torch.jit.trace(model, args)
@@ -87,15 +84,11 @@ def trace(model: torch.nn.Module, arguments: Arguments) -> Tuple[Any, bool]:
             if match is None:
                 raise
             msg = (
-                "All forward function arguments used to compile and run the model must be Tensors or "
+                "All forward function arguments used to compile and run the model must be "
+                "Tensors or "
                 f"(possibly nested) Lists and Tuples of Tensors (Got types: {match.group(1)})."
             )
             raise TypeError(msg) from err
-    for warning in caught:
-        if not any(text in str(warning.message) for text in _NONDETERMINISTIC):
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
     return traced, returns
 
 
@@ -104,11 +97,12 @@ def _positional(arguments: Arguments) -> Tuple[Any, ...]:
     args = list(arguments.args)
     for name, value in zip(arguments.names, args):
         _refuse_dicts(value, name)
-    while args and args[-1] is None:
+    while args and args[-1] is None and arguments.names[len(args) - 1] in arguments.none_by_default:
         args.pop()
     if any(arg is None for arg in args):
         raise python_error(
-            "'None' may not be passed as explicit model argument. It may only be used as default initialiser"
+            "'None' may not be passed as explicit model argument. It may only be used as default "
+            "initialiser"
         )
     if arguments.kwargs:
         raise NotEmulatedError(
@@ -196,12 +190,11 @@ class _Interpreter:
             args = [self._on_device(arg) for arg in args]
         positional, named = [], {}
         for declared, value in zip(schema.arguments, args):
-            if isinstance(value, torch.device):
-                value = DEVICE
+            given = DEVICE if isinstance(value, torch.device) else value
             if declared.kwarg_only:
-                named[declared.name] = value
+                named[declared.name] = given
             else:
-                positional.append(value)
+                positional.append(given)
         return self._recorder.call(operator, tuple(positional), named)
 
     def _on_device(self, value: Any) -> Any:
@@ -239,7 +232,11 @@ _NUMBERS: Dict[str, Callable[[Any], Any]] = {
 
 
 def interpret(
-    recorder: Recorder, model: torch.nn.Module, traced: Any, states: Dict[int, Any], inputs: List[Any]
+    recorder: Recorder,
+    model: torch.nn.Module,
+    traced: Any,
+    states: Dict[int, Any],
+    inputs: List[Any],
 ) -> Any:
     """Record a traced model.
 

@@ -21,6 +21,7 @@ from ipu_log_callback.emulator.blocks import (
     removeBlocks,
 )
 from ipu_log_callback.emulator.errors import NotEmulatedError, python_error
+from ipu_log_callback.emulator.execution_strategies import refuse_in_training
 
 __all__ = [
     "CPU",
@@ -163,6 +164,7 @@ def for_loop(
     in a compilation.
 
     Raises:
+        Error: In a training model.
         ValueError: If `inputs` is not a list of tensors.
     """
     if not isinstance(inputs, list):
@@ -178,6 +180,7 @@ def for_loop(
                 f"(Object contained in list at index {index} is not torch.tensor)"
             )
             raise ValueError(msg)
+    refuse_in_training("for_loop")
     values = [tensor.clone() for tensor in inputs]
     for _ in range(count):
         values = _as_list(body(*values))
@@ -196,6 +199,7 @@ def cond(
     The emulator computes both inside a model and picks one; on the host only one of them runs.
 
     Raises:
+        Error: In a training model.
         ValueError: If the inputs are not lists.
     """
     if not isinstance(then_inps, list) or not isinstance(else_inps, list):
@@ -204,6 +208,7 @@ def cond(
             "(Object is not list)"
         )
         raise ValueError(msg)
+    refuse_in_training("cond")
     if condition.device.type == "cpu" and not torch.jit.is_tracing():
         return _as_list(then_body(*then_inps) if condition else else_body(*else_inps))
     results_then = _as_list(then_body(*[tensor.clone() for tensor in then_inps]))

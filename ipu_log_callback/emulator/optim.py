@@ -316,7 +316,11 @@ def check(optimizer: torch.optim.Optimizer) -> None:
         type(optimizer),
         *type(optimizer).__bases__,
     }:
-        logger.warning("The Python code of `%s` does not run on the device.", type(optimizer))
+        logger.warning(
+            "Poptorch does not run Python optimizer code directly: of `%s` only the class that it "
+            "derives from takes effect.",
+            type(optimizer).__name__,
+        )
     for group in optimizer.param_groups:
         if group.get("amsgrad"):
             msg = "Only non-amsgrad Adam/AdamW optimizers are supported."

@@ -1,4 +1,6 @@
-"""Compiled models in files: what `PoplarExecutor.save` writes, and how it is read (PopTorch 3.4 `_poptorch_data.py`).
+"""Compiled models in files: what `PoplarExecutor.save` writes, and how it is read.
+
+PopTorch 3.4 `_poptorch_data.py`.
 
 A file holds what compiling again needs, not machine code: loading one runs the step's Python again.
 """
@@ -51,7 +53,9 @@ def write(filename: str, saved: SavedModel) -> None:
         assert folder.is_dir(), f"Destination folder {folder} is not a directory"
     folder.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
-        logger.warning("save(): %s is a directory, saving model to %s", path, path / "model.poptorch")
+        logger.warning(
+            "save(): %s is a directory, saving model to %s", path, path / "model.poptorch"
+        )
         path = path / "model.poptorch"
     path.write_bytes(pickle.dumps(saved, protocol=4))
 
@@ -69,7 +73,8 @@ def read(filename: str) -> SavedModel:
         raise AssertionError(msg) from err
     assert isinstance(saved, SavedModel), f"Invalid file {filename}: not a compiled model"
     assert saved.version == VERSION, (
-        f"Invalid file {filename}: PopTorch version mismatch: File was created with version: {saved.version}"
+        f"Invalid file {filename}: PopTorch version mismatch: File was created with version: "
+        f"{saved.version}"
         f" and this is version {VERSION}"
     )
     saved.options._unfreeze()

@@ -5,6 +5,11 @@ It offers what IPU scripts and Lightning's strategies touch, under PopTorch's na
 
 from ipu_log_callback.emulator import enums, ops, optim, options, profiling
 from ipu_log_callback.emulator import errors as poptorch_core
+from ipu_log_callback.emulator.compile_hooks import (
+    isRunningOnIpu,
+    registerPostCompileHook,
+    registerPreCompileHook,
+)
 from ipu_log_callback.emulator.console import setLogLevel
 from ipu_log_callback.emulator.dataloader import AsynchronousDataAccessor, DataLoader
 from ipu_log_callback.emulator.enums import *  # noqa: F403  # the module's `__all__` is the list
@@ -12,10 +17,7 @@ from ipu_log_callback.emulator.errors import Error, RecoverableError, Unrecovera
 from ipu_log_callback.emulator.executor import (
     PoplarExecutor,
     inferenceModel,
-    isRunningOnIpu,
     load,
-    registerPostCompileHook,
-    registerPreCompileHook,
     trainingModel,
 )
 from ipu_log_callback.emulator.ops import *  # noqa: F403  # the module's `__all__` is the list

@@ -1,7 +1,8 @@
 """A recorded step as a Python function on real tensors.
 
-The calls become straight-line Python source with one local variable per slot, freed after its last use, so that replaying
-a micro-batch costs little more than the calls themselves. PyTorch's autograd sees ordinary calls on ordinary tensors.
+The calls become straight-line Python source with one local variable per slot, freed after its last
+use, so that replaying a micro-batch costs little more than the calls themselves. PyTorch's autograd
+sees ordinary calls on ordinary tensors.
 """
 
 import dataclasses
@@ -74,7 +75,7 @@ class _Writer:
 
     def write(self, node: Node) -> None:
         call = self.call(node)
-        paths = dict((path, slot) for slot, path in node.outputs)
+        paths = {path: slot for slot, path in node.outputs}
         if () in paths:
             self.lines.append(f"v{paths[()]} = {call}")
         elif not paths:
@@ -116,7 +117,8 @@ def compile_program(graph: Graph, wanted: Sequence[int], no_grad: bool) -> Progr
     Args:
         graph: The recorded step, already cleaned of dead calls.
         wanted: Slots whose values are returned, in order.
-        no_grad: Whether gradients are never needed; grad-mode switches of the step are then left out.
+        no_grad: Whether gradients are never needed; grad-mode switches of the step are then left
+            out.
     """
     if no_grad:
         for node in graph.nodes:
@@ -128,7 +130,8 @@ def compile_program(graph: Graph, wanted: Sequence[int], no_grad: bool) -> Progr
     header = []
     for index, slot in enumerate(graph.inputs):
         if slot in used:
-            # The device has memory of its own: a step that writes to an input must not reach the host's tensor.
+            # The device has memory of its own: a step that writes to an input must not reach the
+            # host's tensor.
             copy = ".clone()" if graph.groups[slot] in mutated else ""
             header.append(f"v{slot} = inputs[{index}]{copy}")
     header += [f"v{graph.states[name]} = states[{index}]" for index, name in enumerate(states)]

@@ -1,6 +1,7 @@
 """What cannot be done with a device tensor while a step is compiled, and the errors that say so.
 
-Texts are those of PopTorch 3.4 `RegisterAtenOverloads.cpp`, `TypeInferenceHandler.cpp` and `ErrorOnUnsupportedAten.cpp`.
+Texts are those of PopTorch 3.4 `RegisterAtenOverloads.cpp`, `TypeInferenceHandler.cpp` and
+`ErrorOnUnsupportedAten.cpp`.
 """
 
 from typing import Any, Tuple
@@ -33,7 +34,8 @@ _HOST_READS = {
 }  # fmt: skip
 
 _STORAGE_READS = {
-    "data_ptr", "storage", "untyped_storage", "_typed_storage", "_storage", "is_set_to", "set_", "resize_",
+    "data_ptr", "storage", "untyped_storage", "_typed_storage", "_storage", "is_set_to", "set_",
+    "resize_",
     "resize_as_", "storage_type", "const_data_ptr",
 }  # fmt: skip
 
@@ -57,6 +59,19 @@ _DYNAMIC = {
 _UNSUPPORTED_OPS = {
     "huber_loss", "multi_margin_loss", "multilabel_margin_loss",
 }  # fmt: skip
+
+_SCALAR_TYPES = {
+    torch.float32: "Float",
+    torch.float64: "Double",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.int64: "Long",
+    torch.int32: "Int",
+    torch.int16: "Short",
+    torch.int8: "Char",
+    torch.uint8: "Byte",
+    torch.bool: "Bool",
+}
 
 _AUTOGRAD = {"backward", "grad", "register_hook", "register_post_accumulate_grad_hook"}
 
@@ -88,12 +103,10 @@ def no_active_dispatch() -> Error:
 
 def not_on_device(tensor: torch.Tensor) -> Error:
     """A host tensor met a device tensor."""
-    names = {torch.float32: "Float", torch.float64: "Double", torch.float16: "Half", torch.bool: "Bool",
-             torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char",
-             torch.uint8: "Byte", torch.bfloat16: "BFloat16"}  # fmt: skip
+    dtype = _SCALAR_TYPES.get(tensor.dtype, str(tensor.dtype))
     return backend_error(
         f"Expected an IPU tensor but got tensor(device={tensor.device}, "
-        f"shape={list(tensor.shape)}, dtype={names.get(tensor.dtype, str(tensor.dtype))}"
+        f"shape={list(tensor.shape)}, dtype={dtype}"
         ").\nConstant tensors should be moved explicitly "
         'to the IPU, via cpu_tensor.to("ipu").',
         source=_INFERENCE,
@@ -133,7 +146,8 @@ def refuse(name: str, args: Tuple[Any, ...], kwargs: Any, is_device: Any) -> Non
         is_device: Tells device tensors from others.
 
     Raises:
-        Error: With PopTorch's text where hardware refuses, naming the function where only the emulator does.
+        Error: With PopTorch's text where hardware refuses, naming the function where only the
+        emulator does.
     """
     if name in _ITEM_READS:
         raise item_read()

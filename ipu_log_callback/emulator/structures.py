@@ -15,7 +15,7 @@ __all__ = ["ICustomArgParser", "flatten", "map_tensors", "rebuild", "registerCus
 
 
 class ICustomArgParser(abc.ABC):
-    """Tells how to find the tensors in an object of a user's own type, and how to put others in their place."""
+    """Tells where the tensors in an object of a user's own type are, and how to exchange them."""
 
     @abc.abstractmethod
     def yieldTensors(self, struct: Any) -> Iterator[torch.Tensor]:
@@ -23,7 +23,7 @@ class ICustomArgParser(abc.ABC):
 
     @abc.abstractmethod
     def reconstruct(self, original_structure: Any, tensor_iterator: Iterator[torch.Tensor]) -> Any:
-        """Return an object like `original_structure` whose tensors come from `tensor_iterator`, in the same order."""
+        """Return an object like `original_structure` with the iterator's tensors, in order."""
 
 
 _parsers: Dict[type, ICustomArgParser] = {}
@@ -32,7 +32,9 @@ _parsers: Dict[type, ICustomArgParser] = {}
 def registerCustomArgParser(
     arg_data_type: Type[Any], arg_parser: Optional[ICustomArgParser]
 ) -> None:
-    """Use `arg_parser` for objects of `arg_data_type` and of its subclasses; ``None`` removes the parser.
+    """Use `arg_parser` for objects of `arg_data_type` and of its subclasses.
+
+    ``None`` removes the parser.
 
     Raises:
         Error: If `arg_parser` does not derive from `ICustomArgParser`.
@@ -67,7 +69,12 @@ def _tensors(value: Any, order: Any) -> Iterator[torch.Tensor]:
 
 
 def flatten(structure: Any, order: Any = None) -> List[torch.Tensor]:
-    """Return the tensors of `structure`; dicts are read in the key order of the like structure `order`, if given."""
+    """Return the tensors of `structure`.
+
+    Args:
+        structure: Anything; what is neither tensor nor container is skipped.
+        order: A structure of the same shape, whose dicts give the order of keys.
+    """
     return list(_tensors(structure, order))
 
 

@@ -1,12 +1,13 @@
 """Recording: a step's Python runs once on device tensors and leaves a graph.
 
-Calls are recorded at the level of PyTorch's own functions (`F.cross_entropy` is one call), so that replaying them on
-real tensors is what plain PyTorch does. Beside each device tensor the recorder keeps a hidden CPU tensor with the values
-of the first micro-batch; it serves to learn shapes and types and is never shown to the step.
+Calls are recorded at the level of PyTorch's own functions (`F.cross_entropy` is one call), so that
+replaying them on real tensors is what plain PyTorch does. Beside each device tensor the recorder
+keeps a hidden CPU tensor with the values of the first micro-batch; it serves to learn shapes and
+types and is never shown to the step.
 """
 
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -14,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from ipu_log_callback.emulator import refusals
 from ipu_log_callback.emulator._torch_private import (
     storage_key,
-    version_of,
     without_torch_function,
 )
+from ipu_log_callback.emulator.call_effects import Widened, tensors_in, unchanged_test
 from ipu_log_callback.emulator.device_tensor import (
     DEVICE,
     DeviceTensor,
@@ -36,7 +37,8 @@ _NARROWER = {
 
 # Answered with numbers, but from shapes and types alone.
 _SHAPE_QUESTIONS = {
-    "size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "storage_offset", "element_size",
+    "size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "storage_offset",
+    "element_size",
     "can_cast", "broadcast_shapes", "infer_size",
 }  # fmt: skip
 
@@ -85,7 +87,8 @@ class Recorder:
         graph: What was recorded so far.
         values: The hidden value of each slot.
         is_open: Whether the step is still being compiled.
-        moving_parameters: Whether tensors moved to the device are parameters and buffers of the model.
+        moving_parameters: Whether tensors moved to the device are parameters and buffers of the
+            model.
     """
 
     def __init__(self) -> None:
@@ -109,7 +112,7 @@ class Recorder:
             self.is_open = False
 
     def close(self) -> None:
-        """Forget the hidden values; device tensors of this step that are still around keep none alive."""
+        """Forget the hidden values, which device tensors still around would keep alive."""
         self.values.clear()
         self._moved.clear()
 
@@ -133,7 +136,7 @@ class Recorder:
         return made
 
     def _move(self, tensor: torch.Tensor) -> DeviceTensor:
-        """Move a host tensor to the device: as parameter or buffer if these are being moved, else as constant."""
+        """Move a host tensor to the device: a parameter while those are moved, else a constant."""
         if self.moving_parameters and id(tensor) in self._moved:
             return self._view_of_slot(self._moved[id(tensor)][1])
         with self._hidden_run():
@@ -161,7 +164,8 @@ class Recorder:
     def name_states(self, states: Dict[str, torch.Tensor]) -> None:
         """Tell which of the moved host tensors are parameters and buffers, by name.
 
-        Integer ones stay constants: they never change on the device (PopTorch 3.4 `JitDispatch.cpp`, `addParameter`).
+        Integer ones stay constants: they never change on the device (PopTorch 3.4
+        `JitDispatch.cpp`, `addParameter`).
         """
         for name, tensor in states.items():
             slot = self._moved[id(tensor)][1]
@@ -187,7 +191,7 @@ class Recorder:
         return self._suspended > 0
 
     def call(self, func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
-        """Record a call through PyTorch's Python interface, and return what the step gets to see."""
+        """Record a call through PyTorch's Python interface; return what the step gets to see."""
         if self._suspended:
             return func(*args, **kwargs)
         name = function_name(func)
@@ -203,9 +207,9 @@ class Recorder:
     def call_aten(self, func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         """Record a call that reached an operator without passing PyTorch's Python interface."""
         name = str(func).split(".")[1] if str(func).startswith("aten.") else str(func)
-        if name == "_to_copy" and kwargs.get("device") is not None:
-            if not _is_ipu(kwargs["device"]):
-                raise refusals.illegal_move()
+        target = kwargs.get("device")
+        if name == "_to_copy" and target is not None and not _is_ipu(target):
+            raise refusals.illegal_move()
         return self._special(name, func, args, kwargs)
 
     def _device_move(self, name: str, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
@@ -232,7 +236,7 @@ class Recorder:
     def _special(self, name: str, func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         """Answer questions that need no recording; record the rest."""
         refusals.refuse(name, args, kwargs, is_device_tensor)
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if name == "get:device":
             return DEVICE
         if name in ("get:is_ipu", "get:is_cpu"):
@@ -293,7 +297,7 @@ class Recorder:
             kwargs = {key: value for key, value in kwargs.items() if key != "device"}
         call_args, call_kwargs = self._lower(name, args), self._lower(name, kwargs)
         read = {slot: self.values[slot] for slot in refs_in((call_args, call_kwargs))}
-        unchanged = {slot: _fingerprint(name, value) for slot, value in read.items()}
+        unchanged = {slot: unchanged_test(name, value) for slot, value in read.items()}
         result, random, func, call_args = self._run(name, func, call_args, call_kwargs)
         if on_host:
             return result
@@ -301,7 +305,14 @@ class Recorder:
             self.graph.groups[slot] for slot, value in read.items() if not unchanged[slot](value)
         }
         node = Node(
-            func, call_args, call_kwargs, [], frozenset(mutates), torch.is_grad_enabled(), random, name
+            func,
+            call_args,
+            call_kwargs,
+            [],
+            frozenset(mutates),
+            torch.is_grad_enabled(),
+            random,
+            name,
         )
         casts: List[DeviceTensor] = []
         seen = {id(value): slot for slot, value in read.items()}
@@ -331,7 +342,7 @@ class Recorder:
                 try:
                     result = func(*self._fill(args), **self._fill(kwargs))
                 except (RuntimeError, IndexError) as err:
-                    widened = _Widened(func, keep_first=name.endswith("_") or name == "__setitem__")
+                    widened = Widened(func, keep_first=name.endswith("_") or name == "__setitem__")
                     if not widened.helps(self._fill(args), self._fill(kwargs)):
                         raise
                     try:
@@ -345,7 +356,7 @@ class Recorder:
         return result, random, func, args
 
     def _lower(self, name: str, value: Any) -> Any:
-        """Turn arguments into a template: device tensors into `Ref`, devices and 64-bit types into the host's."""
+        """Turn arguments into a template: `Ref` for device tensors, host devices and types."""
         if is_device_tensor(value):
             if value._recorder is not self:
                 raise refusals.no_active_dispatch()
@@ -362,7 +373,9 @@ class Recorder:
         if isinstance(value, str):
             return "cpu" if _is_ipu(value) else value
         if isinstance(value, slice):
-            return slice(*(self._lower(name, part) for part in (value.start, value.stop, value.step)))
+            return slice(
+                *(self._lower(name, part) for part in (value.start, value.stop, value.step))
+            )
         if isinstance(value, torch.Size):
             return tuple(value)
         if type(value) in (list, tuple):
@@ -380,7 +393,9 @@ class Recorder:
         if type(template) is dict:
             return {key: self._fill(item) for key, item in template.items()}
         if type(template) is slice:
-            return slice(*(self._fill(part) for part in (template.start, template.stop, template.step)))
+            return slice(
+                *(self._fill(part) for part in (template.start, template.stop, template.step))
+            )
         return template
 
     def _wrap(
@@ -396,7 +411,9 @@ class Recorder:
         if isinstance(result, torch.Tensor):
             slot = seen.get(id(result))
             if slot is not None:
-                same = (arg for arg in _tensors_in(args) if is_device_tensor(arg) and arg._slot == slot)
+                same = (
+                    arg for arg in tensors_in(args) if is_device_tensor(arg) and arg._slot == slot
+                )
                 found = next(same, None)
                 return self._view_of_slot(slot) if found is None else found
             made = self._tensor(result)
@@ -432,80 +449,36 @@ class Recorder:
         return exchange(wrapped)
 
 
-def _fingerprint(name: str, tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:
-    """Return a test whether a call left `tensor` as it is now."""
-    version = version_of(tensor)
-    if "norm" not in name or not tensor.is_floating_point():
-        return lambda now: version_of(now) == version
-    # Normalisation layers update their running statistics without telling autograd.
-    values = tensor.detach().clone()
-    return lambda now: version_of(now) == version and torch.equal(values, now.detach())
-
-
-class _Widened:
-    """A function whose 32-bit integer arguments are widened first: PyTorch on a CPU wants 64-bit indices."""
-
-    def __init__(self, func: Any, keep_first: bool) -> None:
-        self._func = func
-        self._keep_first = keep_first
-
-    def helps(self, args: Any, kwargs: Any) -> bool:
-        """Whether there is something to widen."""
-        return any(tensor.dtype == torch.int32 for tensor in _tensors_in((args[self._keep_first :], kwargs)))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        start = int(self._keep_first)
-        wide = [*args[:start], *(_widen(arg) for arg in args[start:])]
-        return self._func(*wide, **{key: _widen(value) for key, value in kwargs.items()})
-
-
-def _widen(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(torch.int64) if value.dtype == torch.int32 else value
-    if type(value) in (list, tuple):
-        return type(value)(_widen(item) for item in value)
-    return value
-
-
 class _RecordingMode(TorchFunctionMode):
-    """Shows the recorder calls without device tensors: factory functions and moves to the device."""
+    """Shows the recorder what has no device tensor yet: factories and moves to the device."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
+        self,
+        func: Any,
+        types: Any,
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
-        first = next(filter(is_device_tensor, _tensors_in((args, kwargs))), None)
+        first = next(filter(is_device_tensor, tensors_in((args, kwargs))), None)
         if first is not None and first._recorder is not self._recorder:
             return DeviceTensor.__torch_function__(func, types, args, kwargs)
         return self._recorder.call(func, args, kwargs or {})
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, slice):
-        yield from _tensors_in((value.start, value.stop, value.step))
-
-
 def _has_device(value: Any) -> bool:
-    return any(map(is_device_tensor, _tensors_in(value)))
+    return any(map(is_device_tensor, tensors_in(value)))
 
 
 def _answers_without_values(name: str, result: Any) -> bool:
     """Whether a call whose result holds no new tensor is known not to read values."""
     return (
         result is None
-        or any(True for _ in _tensors_in(result))
-        or isinstance(result, ( torch.Size, torch.dtype, torch.layout, str))
+        or any(True for _ in tensors_in(result))
+        or isinstance(result, (torch.Size, torch.dtype, torch.layout, str))
         or name.startswith(("get:", "is_", "_is_", "has_"))
         or name in _SHAPE_QUESTIONS
     )

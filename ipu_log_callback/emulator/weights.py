@@ -1,8 +1,9 @@
-"""The host's side of weights: the user's model is stale after an execution, and any touch brings all weights back.
+"""The host's side of weights: stale after an execution, until any touch brings them back.
 
-A training model's class, and the classes of its parameters and buffers, are replaced by subclasses whose attribute accesses
-copy the weights from the device if they moved on there (PopTorch 3.4 `_poplar_executor.py`: `PoptorchModel`,
-`PoptorchParameter`, `PoptorchBuffer`; `_impl.py`: unwrapping, copying and pickling).
+A training model's class, and the classes of its parameters and buffers, are replaced by
+subclasses whose attribute accesses copy the weights from the device if they moved on there
+(PopTorch 3.4 `_poplar_executor.py`: `PoptorchModel`, `PoptorchParameter`, `PoptorchBuffer`;
+`_impl.py`: unwrapping, copying and pickling).
 """
 
 import collections
@@ -53,7 +54,8 @@ def _set_class(value: Any, cls: type) -> None:
 
 def _reduce(value: Any) -> Tuple[Any, Tuple[Any]]:
     """Copy or pickle a wrapped object: a copy stays wrapped, what is loaded from a file is not."""
-    wrapper = type(value)
+    # An attribute access, so that stale weights come to the host first.
+    wrapper = value.__class__
     _set_class(value, _base(wrapper))
     try:
         twin = copy.copy(value)
@@ -72,7 +74,7 @@ def _restore(twin: Any) -> Any:
 
 def _register(wrapper: type) -> type:
     _wrapper_types.add(wrapper)
-    copyreg.pickle(wrapper, _reduce)  # type: ignore[arg-type]  # stubs want a bare `str | tuple`
+    copyreg.pickle(wrapper, _reduce)
     return wrapper
 
 
@@ -116,9 +118,12 @@ def _buffer_type(parent: Any) -> type:
 
 
 def _model_type(parent: Any, base: type) -> type:
-    class PoptorchModel(base):  # type: ignore[valid-type,misc]  # the user's class, known at run time
+    class PoptorchModel(base):  # type: ignore[misc]  # the user's class, known at run time
         def copyWeightsToHostIfNeeded(self) -> bool:
-            """Bring the weights to the host if the device's are newer; return whether that was so."""
+            """Bring the weights to the host if the device's are newer.
+
+            Return whether that was so.
+            """
             executor = parent()
             return executor.copyWeightsToHostIfNeeded() if executor is not None else False
 
@@ -168,11 +173,13 @@ def wrap(model: torch.nn.Module, executor: StaleWeights) -> None:
     # Weak: the user's model must not keep the executor alive.
     parent = weakref.ref(executor)
     parameter, buffer = _parameter_type(parent), _buffer_type(parent)
-    for tensor in model.parameters():
-        _set_class(tensor, parameter)
+    for weight in model.parameters():
+        _set_class(weight, parameter)
     for tensor in model.buffers():
         if type(tensor) is not torch.Tensor and type(tensor) is not buffer:
-            raise python_error(f"All buffers must be an instance of torch.Tensor (Got {type(tensor)})")
+            raise python_error(
+                f"All buffers must be an instance of torch.Tensor (Got {type(tensor)})"
+            )
         _set_class(tensor, buffer)
     _set_class(model, _model_type(parent, type(model)))
 
@@ -220,5 +227,6 @@ def state_restored(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, name, tensor in before:
-            # Through the module's own `__setattr__`: recurrent layers keep a list of their weights up to date there.
+            # Through the module's own `__setattr__`: recurrent layers keep a list of their weights
+            # up to date there.
             setattr(module, name, tensor)

@@ -4,7 +4,7 @@ import math
 from typing import Any, Dict, List, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # as everybody writes it
+import torch.nn.functional as F  # as everybody writes it
 import torchmetrics
 from torch import nn
 
@@ -242,7 +242,7 @@ class LiveValues(Base):
         self.seen += len(batch[0])
         if batch_idx % 50 == 0:
             print(f"{outputs['loss'].item():.3f} after {self.seen}")
-        self.logger.experiment.add_scalar("seen", self.seen)
+        self.logger.log_metrics({"seen": self.seen})
 
 
 class Norms(Base):
@@ -286,11 +286,28 @@ class Features(Base):
         return loss
 
 
+class Contrastive(Base):
+    """Tensors made in the step, on the module's own device."""
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        features = self(torch.cat([x, x + 0.01 * torch.randn_like(x)]))
+        similarity = F.cosine_similarity(features[:, None], features[None], dim=-1)
+        count = similarity.shape[0]
+        itself = torch.eye(count, dtype=torch.bool, device=similarity.device)
+        similarity = similarity.masked_fill(itself, -1e9)
+        labels = (torch.arange(count, device=self.device) + count // 2) % count
+        loss = F.cross_entropy(similarity / 0.1, labels)
+        rank = similarity.argsort(dim=-1, descending=True)
+        self.log("top1", (rank[:, 0] == labels).float().mean())
+        return loss
+
+
 class WeightedSum(Base):
     """Two torch losses, joined as PopTorch wants it."""
 
     def training_step(self, batch, batch_idx):
-        import poptorch  # noqa: PLC0415  # only there when the emulator is installed
+        import poptorch  # only there when the emulator is installed
 
         x, y = batch
         logits = self(x)
@@ -313,5 +330,6 @@ CLEAN = [
     LiveValues,
     Norms,
     Features,
+    Contrastive,
     WeightedSum,
 ]

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812  # as everybody writes it
+import torch.nn.functional as F  # as everybody writes it
 import torchmetrics
-import torchmetrics.functional as TF  # noqa: N812  # as everybody writes it
+import torchmetrics.functional as TF  # as everybody writes it
 from torch import nn
 
 from .clean_modules import CLASSES, Base
@@ -46,7 +46,8 @@ class MovesToHost(Trained):
         preds = logits.argmax(-1).detach().cpu().numpy()  # finds: host-move
         right = y.tolist()  # finds: host-move
         array = np.asarray(logits.detach())  # finds: host-move
-        self.log("share", float((preds == np.array(right)).mean()) + array.shape[0])  # remarks: frozen-log
+        share = (preds == np.array(right)).mean() * array.shape[1]
+        self.log("share", share)  # remarks: frozen-log
         return loss
 
 
@@ -143,7 +144,8 @@ class SideEffects(Trained):
 class CallsLogger(Trained):
     def training_step(self, batch, batch_idx):
         _, _, loss = self.step(batch)
-        self.logger.log_metrics({"loss": loss}, step=self.global_step)  # finds: logger-call-tensor  # remarks: frozen-value
+        now = self.global_step  # remarks: frozen-value
+        self.logger.log_metrics({"loss": loss}, step=now)  # finds: logger-call-tensor
         writer = self.logger.experiment
         writer.add_text("note", "hello")  # remarks: logger-call
         return loss
@@ -279,6 +281,27 @@ class Optimizes(Trained):
         return loss
 
 
+class Adversarial(Trained):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):  # finds: manual-optimization
+        first, second = self.optimizers()
+        self.toggle_optimizer(first)
+        _, _, loss = self.step(batch)
+        first.zero_grad()
+        self.manual_backward(loss)  # finds: autograd
+        first.step()
+        self.untoggle_optimizer(first)
+        second.step()
+        self.log("loss", loss.item())  # finds: value-read
+        return loss
+
+    def configure_optimizers(self) -> Any:  # finds: trainer-setting
+        return [torch.optim.SGD(self.net[i].parameters(), 0.1) for i in (0, 2)], []
+
+
 class Hooks(Trained):
     def training_step(self, batch, batch_idx):
         return self.step(batch)[2]
@@ -301,7 +324,10 @@ class TwoOptimizers(Trained):
         return self.step(batch)[2]
 
     def configure_optimizers(self) -> Any:  # finds: trainer-setting
-        return [torch.optim.SGD(self.net[0].parameters(), 0.1), torch.optim.SGD(self.net[2].parameters(), 0.1)]
+        return [
+            torch.optim.SGD(self.net[0].parameters(), 0.1),
+            torch.optim.SGD(self.net[2].parameters(), 0.1),
+        ]
 
 
 class DynamicShapes(Trained):
@@ -414,6 +440,7 @@ FAULTY = [
     ReturnsNothing,
     OwnLoss,
     Optimizes,
+    Adversarial,
     Hooks,
     TwoOptimizers,
     DynamicShapes,

@@ -53,7 +53,7 @@ def test_a_batch_holds_what_an_execution_takes(poptorch, options):
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("mode", ["Sync", "Async", "AsyncRebatched"])
 def test_every_mode_gives_the_same_batches(poptorch, options, mode, dataset, drop_last):
-    """Elements come in order and in whole batches; the rest comes last, or not at all; and so in each epoch."""
+    """In each epoch elements come in order, in whole batches; the rest comes last or not."""
     loader = poptorch.DataLoader(
         options, dataset(), drop_last=drop_last, mode=poptorch.DataLoaderMode[mode]
     )
@@ -180,7 +180,7 @@ def test_processes_share_the_data_set(poptorch, drop_last):
 
 
 def test_processes_shuffle_alike(poptorch):
-    """With one seed all processes draw one order, a new one each epoch, so that no element comes twice."""
+    """With one seed all processes draw one order, a new one each epoch: no element comes twice."""
     loaders = []
     for process in range(2):
         options = poptorch.Options().randomSeed(5)

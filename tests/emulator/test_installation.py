@@ -1,3 +1,4 @@
+import contextlib
 import importlib
 import importlib.util
 import logging
@@ -21,12 +22,9 @@ def _uninstalled():
 @pytest.fixture
 def lightning():
     """The module of an IPU accelerator, from whichever of Lightning's distributions has one."""
-    for package in ("pytorch_lightning", "lightning.pytorch"):
-        try:
-            return importlib.import_module(f"{package}.accelerators.ipu")
-        except ImportError:
-            continue
-    pytest.skip("this Lightning has no IPU strategy")
+    with contextlib.suppress(ImportError):
+        return importlib.import_module("pytorch_lightning.accelerators.ipu")
+    return pytest.importorskip("lightning.pytorch.accelerators.ipu", reason="no IPU accelerator")
 
 
 def answers():
@@ -102,7 +100,7 @@ def test_other_packages_with_such_names_are_left_alone(monkeypatch):
 
 
 def test_a_remembered_answer_is_forgotten():
-    """`lightning_utilities` remembers that PopTorch is missing; code that asks it later is told otherwise."""
+    """What `lightning_utilities` remembers about PopTorch is true again each time."""
     imports = pytest.importorskip("lightning_utilities.core.imports")
     assert not imports.package_available("poptorch")
     emulator.install()

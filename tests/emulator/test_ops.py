@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 import torch
 
@@ -57,39 +59,31 @@ def test_a_model_trains_from_an_identity_loss(poptorch):
 
 def test_identity_loss_stays_visible_in_a_jit_trace(poptorch):
     """The trace front end finds the mark as one node of the graph."""
-    with pytest.warns(DeprecationWarning) if _trace_is_deprecated() else _nothing():
+    with warnings.catch_warnings():
+        # PyTorch deprecates `torch.jit.trace` from 2.9 on.
+        warnings.simplefilter("ignore", DeprecationWarning)
         traced = torch.jit.trace(lambda x: poptorch.identity_loss(x * 2, "mean") * 3, (X,))
     assert "poptorch::identity_loss" in str(traced.graph)
     assert torch.equal(traced(X + 1), (X + 1).mul(2).mean() * 3)
 
 
-def _trace_is_deprecated():
-    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
-
-
-def _nothing():
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
-def double(poptorch, x):
+def _double(poptorch, x):
     return poptorch.for_loop(3, lambda y: y * 2, [x])[0]
 
 
-def swap(poptorch, x):
+def _swap(poptorch, x):
     return torch.cat(poptorch.for_loop(3, lambda a, b: (b, a + 1), [x, x * 2]))
 
 
-def choose(poptorch, x):
+def _choose(poptorch, x):
     return poptorch.cond(x[0, 0] > 0, lambda y: y + 1, [x], lambda y: y - 1, [x])[0]
 
 
-def part(poptorch, x):
+def _part(poptorch, x):
     return poptorch.dynamic_slice(x, 1, x[0, 0].abs().to(torch.int32), 3, 2)
 
 
-def patched(poptorch, x):
+def _patched(poptorch, x):
     start = x[0, 0].abs().to(torch.int32)
     return poptorch.dynamic_update(x, torch.zeros(2, 2), 1, start, 2)
 
@@ -97,15 +91,15 @@ def patched(poptorch, x):
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (double, lambda x: x * 8),
-        (swap, lambda x: torch.cat([x * 2 + 1, x + 2])),
-        (choose, lambda x: x + 1 if x[0, 0] > 0 else x - 1),
-        (part, lambda x: x[:, [1, 3]]),
-        (patched, lambda x: torch.stack([x[:, 0], 0 * x[:, 0], 0 * x[:, 0], x[:, 3]], 1)),
+        (_double, lambda x: x * 8),
+        (_swap, lambda x: torch.cat([x * 2 + 1, x + 2])),
+        (_choose, lambda x: x + 1 if x[0, 0] > 0 else x - 1),
+        (_part, lambda x: x[:, [1, 3]]),
+        (_patched, lambda x: torch.stack([x[:, 0], 0 * x[:, 0], 0 * x[:, 0], x[:, 3]], 1)),
     ],
 )
 def test_control_flow_is_the_same_on_the_device_and_on_the_host(poptorch, function, expected):
-    """Loops, branches and slices give the plain PyTorch result, with values that only come later too."""
+    """Loops, branches and slices give the plain PyTorch result, with values that come later too."""
     model = poptorch.inferenceModel(Apply(lambda x: function(poptorch, x)))
     for x in (X, X * torch.tensor([-1.0, 1.0, 1.0, 1.0]) + 0.0):
         assert torch.equal(function(poptorch, x), expected(x))
@@ -123,7 +117,7 @@ def test_a_loop_takes_a_list_of_tensors(poptorch):
     """Anything else is named in the error."""
     with pytest.raises(ValueError, match="Object is not list"):
         poptorch.for_loop(1, lambda x: x, X)
-    with pytest.raises(ValueError, match="at index 1 is not torch.tensor"):
+    with pytest.raises(ValueError, match=r"at index 1 is not torch\.tensor"):
         poptorch.for_loop(1, lambda x, y: (x, y), [X, 2])
 
 
@@ -137,7 +131,7 @@ def test_an_update_must_fit(poptorch):
 
 
 def test_a_tensor_is_printed_by_every_execution_that_uses_it(poptorch, capfd):
-    """Printing happens when the device computes the value, not when the Python runs, and not if nobody uses it."""
+    """A value is printed when the device computes it, and not if nobody uses it."""
 
     def forward(x):
         poptorch.ipu_print_tensor(x + 1, "unused")
@@ -153,7 +147,7 @@ def test_a_tensor_is_printed_by_every_execution_that_uses_it(poptorch, capfd):
     assert printed.index("doubled: tensor([2.])") < printed.index("doubled: tensor([4.])")
 
 
-def tuned(poptorch, x):
+def _tuned(poptorch, x):
     x = poptorch.set_overlap_for_input(x, poptorch.OverlapMode.OverlapAccumulationLoop)
     with poptorch.NameScope("scope"), poptorch.Attribute(__schedule_priority={"p": "1"}):
         y = poptorch.serializedMatMul(x, x.T, poptorch.MatMulSerializationMode.ReducingDim, 2)
@@ -166,15 +160,15 @@ def tuned(poptorch, x):
 def test_what_tunes_the_hardware_changes_no_result(poptorch):
     """Memory, overlap, names and the like are accepted, on the device and on the host."""
     expected = (X @ X.T + 1) * X.sum()
-    assert torch.equal(tuned(poptorch, X), expected)
-    assert torch.equal(poptorch.inferenceModel(Apply(lambda x: tuned(poptorch, x)))(X), expected)
+    assert torch.equal(_tuned(poptorch, X), expected)
+    assert torch.equal(poptorch.inferenceModel(Apply(lambda x: _tuned(poptorch, x)))(X), expected)
 
 
 def test_functions_of_tensors_take_tensors(poptorch):
     """A list where a tensor belongs is refused, with its type."""
-    with pytest.raises(poptorch.Error, match="nop must take a torch.tensor argument.*list"):
+    with pytest.raises(poptorch.Error, match=r"nop must take a torch\.tensor argument.*list"):
         poptorch.nop([X])
-    with pytest.raises(poptorch.Error, match="only set available memory.*int"):
+    with pytest.raises(poptorch.Error, match=r"only set available memory.*int"):
         poptorch.set_available_memory(3, 0.2)
     with pytest.raises(ValueError, match="All inputs must be tensors"):
         poptorch.recomputationCheckpoint(X, 3)
@@ -206,7 +200,7 @@ def test_functions_can_begin_blocks(poptorch):
     for marked in (poptorch.BeginBlock(half, "A"), poptorch.BlockFunction("A", ipu_id=0)(half)):
         assert torch.equal(marked(X), X / 2)
         assert marked.__name__ == "half"
-    with pytest.raises(poptorch.Error, match="not an instance of torch.nn.Module or function"):
+    with pytest.raises(poptorch.Error, match=r"not an instance of torch\.nn\.Module or function"):
         poptorch.BeginBlock(3)
 
 
@@ -228,3 +222,22 @@ def test_blocks_without_names_are_numbered(poptorch):
         else:
             with pytest.raises(AssertionError, match="Unknown Block '1'"):
                 model(X)
+
+
+@pytest.mark.parametrize("name", ["for_loop", "cond"])
+def test_control_flow_is_for_inference_only(poptorch, name):
+    """A training model refuses loops and branches on the device."""
+
+    def forward(x):
+        if name == "for_loop":
+            (y,) = poptorch.for_loop(2, lambda z: z * 2, [x])
+        else:
+            (y,) = poptorch.cond(x.sum() > 0, lambda z: z, [x], lambda z: -z, [x])
+        return poptorch.identity_loss(y, "sum")
+
+    model = Apply(forward)
+    model.weight = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(
+        poptorch.Error, match=rf"poptorch\.{name}\(\) is only supported in inference"
+    ):
+        poptorch.trainingModel(model)(X)

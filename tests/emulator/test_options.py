@@ -56,7 +56,8 @@ def test_options_survive_pickling(poptorch):
     """Pickled and read again, options say the same."""
     options = poptorch.Options().deviceIterations(3)
     options.Distributed.configureProcessId(1, 2)
-    assert repr(pickle.loads(pickle.dumps(options))) == repr(options)
+    read = pickle.loads(pickle.dumps(options))  # noqa: S301  # written a moment ago
+    assert repr(read) == repr(options)
 
 
 def test_a_value_must_keep_its_type(poptorch):
@@ -111,7 +112,7 @@ def test_to_dict_wants_an_output_mode(poptorch):
 
 
 def test_options_come_from_files_one_on_top_of_the_other(poptorch, tmp_path):
-    """A file holds one setter a line; comments and blank lines are skipped; a second file only adds."""
+    """A file holds one setter a line, and comments; a second file only adds."""
     first, second = tmp_path / "first.cfg", tmp_path / "second.cfg"
     first.write_text(
         "deviceIterations(32)\n\n  replicationFactor(2)\n"
@@ -261,7 +262,7 @@ class TwoBlocks(torch.nn.Module):
 
 
 def test_a_block_that_no_stage_names_is_an_error(poptorch):
-    """Explicit stages must cover all blocks of the model, and the message lists those that they name."""
+    """Explicit stages must cover all blocks of a model; the message lists those named."""
     options = poptorch.Options().setExecutionStrategy(poptorch.PipelinedExecution("A", "C"))
     model = poptorch.inferenceModel(TwoBlocks(poptorch), options)
     with pytest.raises(AssertionError, match=r"Unknown Block 'B'.*\['A', 'C'\]"):

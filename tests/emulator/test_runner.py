@@ -39,7 +39,7 @@ if sys.argv[1] == "fail":
 """
 
 
-def run(*arguments, cwd):
+def _run(*arguments, cwd):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     return subprocess.run(
         [sys.executable, *arguments],
@@ -53,7 +53,7 @@ def run(*arguments, cwd):
 
 @pytest.fixture
 def started_in(tmp_path, monkeypatch):
-    """This process as Python leaves it for ``python -m`` in an empty directory; undone afterwards."""
+    """This process as ``python -m`` would start it in an empty directory; undone afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(sys, "argv", [])
@@ -74,11 +74,11 @@ def started_in(tmp_path, monkeypatch):
     ],
 )
 def test_a_program_runs_as_under_plain_python(started_in, capsys, arguments):
-    """The program sees the same arguments, paths and main module, and ends with the same code and traceback."""
+    """Arguments, paths, main module, exit code and traceback are the same."""
     (started_in / "sub").mkdir()
     (started_in / "sub" / "program.py").write_text(PROGRAM)
     (started_in / "sub" / "broken.py").write_text("x = = 1")
-    plain = run(*arguments, cwd=started_in)
+    plain = _run(*arguments, cwd=started_in)
     try:
         code = runner.main(list(arguments))
     except SystemExit as end:
@@ -101,7 +101,7 @@ def test_an_unchanged_program_finds_poptorch(tmp_path):
         "model = poptorch.inferenceModel(torch.nn.Identity())\n"
         "sys.exit(int(model(torch.tensor([3.0])).item()))\n"
     )
-    done = run("-m", "ipu_log_callback.emulator", "script.py", cwd=tmp_path)
+    done = _run("-m", "ipu_log_callback.emulator", "script.py", cwd=tmp_path)
     assert done.returncode == 3
     assert "emulated on the CPU" in done.stderr
 

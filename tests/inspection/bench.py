@@ -189,7 +189,11 @@ def plain(
                     gradients,
                     {n: p.detach().clone() for n, p in net.named_parameters()},
                     {
-                        n: {k: torch.as_tensor(v).clone() for k, v in optimizer.state[p].items()}
+                        n: {
+                            k: torch.as_tensor(v).clone()
+                            for k, v in optimizer.state[p].items()
+                            if v is not None
+                        }
                         for n, p in net.named_parameters()
                     },
                 )

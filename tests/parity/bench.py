@@ -412,6 +412,8 @@ def _reductions(results: Any) -> Dict[str, str]:
         if meta.add_dataloader_idx and meta.dataloader_idx is not None:
             suffix = results.DATALOADER_SUFFIX.format(meta.dataloader_idx)
         reduction = meta.reduce_fx.__name__ if item.is_tensor else "mean"
+        if meta.reduce_fx in (min, max):
+            reduction = f"Python's {reduction}"
         found[meta.forked_name(True) + suffix] = found[meta.name + suffix] = reduction
     return found
 
@@ -522,7 +524,9 @@ _REDUCE = {
     "min": lambda values: values.amin(),
     "max": lambda values: values.amax(),
 }
-_REDUCE["amin"], _REDUCE["amax"] = _REDUCE["min"], _REDUCE["max"]
+# Python's own compare: a NaN that is compared is passed over
+_REDUCE["Python's min"] = lambda values: min([v for v in values if not v.isnan()] or [values[0]])
+_REDUCE["Python's max"] = lambda values: max([v for v in values if not v.isnan()] or [values[0]])
 
 
 def expected_of(cpu: Seen, setting: Setting) -> Seen:

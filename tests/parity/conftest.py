@@ -4,6 +4,11 @@ import warnings
 from typing import Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("everyday", max_examples=200, deadline=None, database=None)
+settings.register_profile("thorough", max_examples=5000, deadline=None)
+settings.load_profile("everyday")
 
 with warnings.catch_warnings():
     # what Lightning's own import warns of differs from version to version

@@ -66,6 +66,8 @@ class MeansAndSums(Net):
         self.log(f"{stage}_sum", x.sum(), reduce_fx="sum", **LEVELS)
         self.log(f"{stage}_count", (x > 0).sum(), reduce_fx="sum", **LEVELS)
         self.log(f"{stage}_share", (x > 0).sum(), **LEVELS)
+        self.log(f"{stage}_constant", torch.tensor(0.25), **LEVELS)
+        self.log(f"{stage}_constants", torch.tensor(3), reduce_fx="sum", **LEVELS)
 
 
 @pytest.mark.parametrize("cut", [(4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)], ids=str)
@@ -73,6 +75,19 @@ def test_sum_when_kept_is_exact_for_means_and_sums(cut):
     """The device adds up: cheapest, and enough for `reduce_fx` mean and sum."""
     seen = check_parity(MeansAndSums, setting=Setting(*cut, mode="Sum", output_mode="keep"))
     assert seen.warnings == []
+
+
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum"])
+@pytest.mark.parametrize("cut", [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 1, 2)], ids=str)
+@pytest.mark.parametrize("mode", [None, "Sum", "All", "Final"])
+def test_constants_alone_are_counted_once_a_micro_batch(mode, cut, reduce_fx):
+    """An output made of nothing but constants comes back once, whatever the mode."""
+
+    class Constant(Net):
+        def logs(self, stage, x, loss):
+            self.log(f"{stage}_constant", torch.tensor(0.25), reduce_fx=reduce_fx, **LEVELS)
+
+    check_parity(Constant, setting=Setting(*cut, mode=mode))
 
 
 @pytest.mark.parametrize("reduce_fx", ["min", "max", torch.max])

@@ -47,7 +47,7 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "min", "max"])
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "min", "max", min, max], ids=str)
 @pytest.mark.parametrize("kind", TENSORS)
 def test_a_tensor_of_the_device_has_the_cpu_runs_value(kind, reduce_fx):
     """Shape, dtype, NaN and Inf pass the device as they are; halves are summed in float32."""

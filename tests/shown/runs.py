@@ -1,5 +1,6 @@
 """Small runs on the CPU and on the IPU strategy, over the same micro-batches in the same order."""
 
+import importlib
 import logging
 import warnings
 from contextlib import contextmanager
@@ -9,22 +10,16 @@ import torch
 import torchmetrics
 from torch.utils.data import DataLoader, TensorDataset
 
-from ipu_log_callback import IPULogCallback, IPULogWarning
+from ipu_log_callback import IPULogCallback, IPULogWarning, _compat
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    try:
-        import pytorch_lightning as pl
-    except ImportError:  # the other distribution
-        import lightning.pytorch as pl
-
+pl: Any = importlib.import_module(
+    "lightning.pytorch" if _compat.NAMESPACE == "lightning" else "pytorch_lightning"
+)
 for _name in ("pytorch_lightning", "lightning.pytorch", "lightning"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
-__all__ = ["LIGHTNING_LOGGER", "Net", "fit", "loader", "pl", "quiet", "trainer"]
+__all__ = ["Net", "fit", "loader", "pl", "quiet", "trainer"]
 
-#: Where Lightning's lines go, this package's among them.
-LIGHTNING_LOGGER = pl.__name__
 MICRO_BATCH = 2
 
 
@@ -70,14 +65,14 @@ def trainer(
     callback: Optional[IPULogCallback], iterations: int = 1, accumulation: int = 1, **options: Any
 ) -> Any:
     """A quiet trainer: on the IPU strategy with a callback, on the CPU with `None`."""
-    given = dict(
-        max_epochs=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        log_every_n_steps=1,
-    )
+    given: Dict[str, Any] = {
+        "max_epochs": 2,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "log_every_n_steps": 1,
+    }
     given.update(options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

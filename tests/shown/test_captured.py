@@ -27,6 +27,7 @@ class Logs(Net):
 
 @pytest.fixture(scope="module")
 def callback():
+    """A callback after a run of `Logs`, one key not selected."""
     made = IPULogCallback(["loss", "again", "lr", "a<*", "accuracy", "val_accuracy"])
     made_by = trainer(made, iterations=2, accumulation=2)
     with warnings.catch_warnings():

@@ -8,7 +8,7 @@ import torch
 from ipu_log_callback import IPULogCallback
 
 from . import wandb_file
-from .runs import Net, fit, loader, pl, quiet, trainer
+from .runs import fit, loader, pl, quiet
 
 # What a logger was given: key to (step, value), in order.
 
@@ -132,8 +132,7 @@ def test_a_logger_gets_what_a_cpu_run_gives_it(kind, written):
 
 @pytest.mark.parametrize("kind", [Csv, TensorBoard])
 def test_an_execution_of_several_micro_batches_is_a_step(kind, written):
-    """With gradient accumulation the steps are those of the CPU run, its updates; epoch values
-    are equal, and an `on_step` value stands for the execution."""
+    """With accumulation, steps and epoch values are the CPU's; `on_step` is the execution's."""
     callback = IPULogCallback("*", history=True)
     (ipu,) = written(callback, [kind], accumulation=2)
     (cpu,) = written(None, [kind], accumulation=2)

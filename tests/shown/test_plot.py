@@ -98,7 +98,7 @@ def test_no_matplotlib_is_an_error_that_names_the_extra(callback, monkeypatch):
     """Without matplotlib, `plot` says what to install."""
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     monkeypatch.delitem(sys.modules, "ipu_log_callback.plot", raising=False)
-    with pytest.raises(MissingExtraError, match=r"pip install 'ipu-log-callback\[notebook\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'ipu-log-callback\[plot\]'"):
         callback.plot("train_loss")
 
 
@@ -106,4 +106,16 @@ def test_importing_the_package_does_not_import_what_draws():
     """What needs matplotlib is imported when a picture is asked for."""
     # not matplotlib itself: torchmetrics imports that where it finds it
     probe = "import sys, ipu_log_callback; sys.exit('ipu_log_callback.plot' in sys.modules)"
-    assert subprocess.run([sys.executable, "-W", "ignore", "-c", probe], check=False).returncode == 0
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", probe], check=False)
+    assert ran.returncode == 0
+
+
+def test_what_is_logged_of_every_parameter_shares_a_panel():
+    """Norms of the parameters' gradients are drawn together, each in a colour of its own."""
+    made = IPULogCallback("*", gradients="*", history=True)
+    fit(made)
+    norms = [key for key in made.history if key.startswith("grad/layer")]
+    (panel,) = made.plot(*norms).axes
+    lines = drawn(panel)
+    assert set(lines) == {f"{key}, training execution" for key in norms}
+    assert len({line.get_color() for line in lines.values()}) == len(norms) == 2

@@ -7,26 +7,41 @@ record is a `Record` of W&B's protocol buffers.
 
 import json
 import struct
+import time
 from pathlib import Path
-from typing import Any, Dict, Iterator
+from typing import Any, Dict, Iterator, List
 
 _BLOCK = 32 * 1024
 _HEADER = struct.Struct("<IHB")
 _WHOLE, _LAST = 1, 4
 
 
-def rows(path: Path) -> Iterator[Dict[str, Any]]:
-    """The history rows of a run: key to value."""
+def rows(path: Path, seconds: float = 60.0) -> List[Dict[str, Any]]:
+    """The history rows of a finished run: key to value.
+
+    W&B's own process writes the file, and may be a little behind: the last record says that the run
+    has ended.
+    """
     from wandb.proto import wandb_internal_pb2
 
-    for data in _records(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            yield {
-                item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                for item in record.history.item
-            }
+    given_up = time.monotonic() + seconds
+    while True:
+        records = []
+        for data in _records(path.read_bytes()):
+            records.append(wandb_internal_pb2.Record())
+            records[-1].ParseFromString(data)
+        if any(record.WhichOneof("record_type") == "exit" for record in records):
+            break
+        assert time.monotonic() < given_up, f"{path} is not complete"
+        time.sleep(0.1)
+    return [
+        {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            for item in record.history.item
+        }
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
 
 
 def _records(content: bytes) -> Iterator[bytes]:
@@ -38,6 +53,8 @@ def _records(content: bytes) -> Iterator[bytes]:
             continue
         _, length, kind = _HEADER.unpack_from(content, position)
         position += _HEADER.size
+        if position + length > len(content):
+            return  # being written
         parts += content[position : position + length]
         position += length
         if kind in (_WHOLE, _LAST):

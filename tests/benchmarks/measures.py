@@ -1,0 +1,332 @@
+"""What is measured: each function gives rows of the table."""
+
+import copy
+import gc
+import resource
+import subprocess
+import sys
+import time
+import tracemalloc
+import warnings
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Callable, Dict, List, Optional
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+import torchmetrics
+
+from ipu_log_callback import IPULogCallback, emulator
+from ipu_log_callback.run import Run
+
+from .steps import PEERS, InHook, InStep, Silent, Stopwatch, emulated, fit, host_seconds
+
+__all__ = ["MEASURES", "Row"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Args:
+        what: What was measured.
+        measured: The figure.
+        unit: Its unit; empty for ratios and counts.
+        wanted: The most that it may be; `None` where it is there for comparison.
+    """
+
+    what: str
+    measured: float
+    unit: str = ""
+    wanted: Optional[float] = None
+
+    @property
+    def cells(self) -> List[str]:
+        """The line as text."""
+        number = f"{self.measured:.4g}{self.unit and ' '}{self.unit}"
+        if self.wanted is None:
+            return [self.what, number, "", ""]
+        held = "yes" if self.measured <= self.wanted else "NO"
+        return [self.what, number, f"<= {self.wanted:.4g}", held]
+
+    @property
+    def data(self) -> Dict[str, Any]:
+        """The line as JSON data."""
+        return dict(vars(self))
+
+
+def host_time(quick: bool) -> List[Row]:
+    """1: host time per execution that logging takes, the callback's against its peers'."""
+    rows: List[Row] = []
+    executions, repetitions = (30, 1) if quick else (150, 5)
+    for keys in (1, 10, 100):
+        # round after round, so that a slow moment of the machine meets every peer
+        seconds: Dict[Any, List[float]] = {}
+        for _ in range(repetitions):
+            for peer in PEERS:
+                for iterations in (1, 16) if emulated(peer) else (1,):
+                    seconds.setdefault((peer, iterations), []).append(
+                        host_seconds(peer, keys, iterations, executions)
+                    )
+        at = {case: median(values) for case, values in seconds.items()}
+        plain = at["(a) self.log on CPU", 1]
+        callback, many = at["callback", 1], at["callback", 16]
+        label = f"{keys} key{'s' if keys > 1 else ''}"
+        rows += [
+            Row(f"{label}: (a) self.log on CPU, per batch", plain * 1e6, "us"),
+            Row(f"{label}: (b) dict, log in hook", at["(b) dict, log in hook", 1] * 1e6, "us"),
+            Row(f"{label}: (c) by hand", at["(c) by hand", 1] * 1e6, "us"),
+            Row(f"{label}: callback", callback * 1e6, "us"),
+            Row(f"{label}: callback / (a)", callback / plain, wanted=1.1),
+            Row(f"{label}: callback, 16 iterations / 1 iteration", many / callback, wanted=1.2),
+            Row(f"{label}: callback, 16 iterations / 16 x (a)", many / (16 * plain), wanted=0.1),
+        ]
+        if keys >= 10:
+            for iterations in (1, 16):
+                rows.append(
+                    Row(
+                        f"{label}: callback / (b), {iterations} iterations",
+                        at["callback", iterations] / at["(b) dict, log in hook", iterations],
+                        wanted=1.0,
+                    )
+                )
+    return rows
+
+
+def _counted(module: pl.LightningModule, callbacks: List[Any], iterations: int) -> Any:
+    emulator.counters.reset()
+    fit(module, True, iterations, 12, callbacks)
+    return copy.copy(emulator.counters)
+
+
+def wire(quick: bool) -> List[Row]:
+    """2 and 3: output tensors, bytes, compilations and weight copies that logging adds."""
+    rows = []
+    for keys in (1, 10, 100):
+        disabled = [IPULogCallback(enabled=False)]
+        none = _counted(Silent(keys, Stopwatch()), disabled, 16)
+        ours = _counted(InStep(keys, Stopwatch()), [IPULogCallback("*")], 16)
+        theirs = _counted(InHook(keys, Stopwatch()), disabled, 16)
+        extra = ours.last_output_bytes - none.last_output_bytes
+        rows += [
+            Row(
+                f"{keys} keys: output tensors added",
+                ours.last_output_tensors - none.last_output_tensors,
+                wanted=1,
+            ),
+            Row(
+                f"{keys} keys: output tensors added by (b)",
+                theirs.last_output_tensors - none.last_output_tensors,
+            ),
+            Row(f"{keys} keys: bytes added per key and micro-batch", extra / keys / 16, "B", 4),
+            Row(f"{keys} keys: compilations added", ours.compiles - none.compiles, wanted=0),
+            Row(
+                f"{keys} keys: implicit weight copies added",
+                ours.implicit_copies_to_host - none.implicit_copies_to_host,
+                wanted=0,
+            ),
+        ]
+    return rows
+
+
+class _Metric(Silent):
+    """A torchmetrics object, fed and logged in the step."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        super().__init__(0, watch)
+        self.f1 = torchmetrics.F1Score(task="multiclass", num_classes=3, average="macro")
+
+    def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        x, y = batch
+        out = self.layer(x)
+        self.f1.update(out, y)
+        self.log("f1", self.f1)
+        return F.cross_entropy(out, y)
+
+
+def metrics(quick: bool) -> List[Row]:
+    """4: a metric in a 16-iteration execution against one update on the same samples."""
+    executions = 30 if quick else 150
+    ratios = []
+    for _ in range(1 if quick else 5):
+        watch = Stopwatch()
+        original = Run.replay
+        Run.replay = watch.timed(original)  # type: ignore[method-assign]
+        try:
+            fit(_Metric(watch), True, 16, executions, [IPULogCallback("*")])
+        finally:
+            Run.replay = original  # type: ignore[method-assign]
+        metric = torchmetrics.F1Score(task="multiclass", num_classes=3, average="macro")
+        logging = host_seconds("(a) self.log on CPU", 1, 1, executions)
+        out, y = torch.randn(32, 3), torch.randint(0, 3, (32,))
+        laps = [_seconds(lambda: metric.update(out, y)) for _ in range(200)]
+        ratios.append((watch.median - logging) / median(laps))
+    return [Row("metric in 16 iterations / one host update", median(ratios), wanted=1.5)]
+
+
+def _seconds(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+class _Growth(pl.Callback):
+    """Memory at a quarter and at the end of a run, and the laps of its halves."""
+
+    def __init__(self, executions: int) -> None:
+        self._quarter = executions // 4
+        self._last = executions - 1
+        self.traced: List[int] = []
+        self.resident: List[int] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if args[2] in (self._quarter, self._last):
+            gc.collect()
+            self.traced.append(tracemalloc.get_traced_memory()[0])
+            self.resident.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+def scaling(quick: bool) -> List[Row]:
+    """5: linear in keys, flat in executions."""
+    executions = 400 if quick else 20_000
+    watch, growth = Stopwatch(), _Growth(executions)
+    original = Run.replay
+    Run.replay = watch.timed(original)  # type: ignore[method-assign]
+    tracemalloc.start()
+    try:
+        fit(InStep(10, watch), True, 1, executions, [IPULogCallback("*"), growth])
+    finally:
+        Run.replay = original  # type: ignore[method-assign]
+        tracemalloc.stop()
+    half = len(watch.laps) // 2
+    early, late = median(watch.laps[10:half]), median(watch.laps[half:])
+    traced = (growth.traced[1] - growth.traced[0]) / executions
+    per_key = {n: host_seconds("callback", n, 1, 100) for n in (50, 500)}
+    return [
+        Row(f"{executions} executions: late / early host time", late / early, wanted=1.1),
+        Row(f"{executions} executions: traced growth per execution", traced, "B", 8),
+        Row(
+            f"{executions} executions: growth of resident memory",
+            (growth.resident[1] - growth.resident[0]) / 1024,
+            "MB",
+        ),
+        Row("500 keys / 10 x 50 keys", per_key[500] / (10 * per_key[50]), wanted=1.1),
+    ]
+
+
+def off_the_ipu(quick: bool) -> List[Row]:
+    """6: a CPU run with the callback against one without."""
+    batches, repetitions = (100, 2) if quick else (1000, 9)
+    laps: Dict[bool, List[float]] = {True: [], False: []}
+    for _ in range(repetitions):
+        for present in (True, False):
+            module = InStep(10, Stopwatch())
+            callbacks = [IPULogCallback("*")] if present else []
+            laps[present].append(_seconds(lambda: fit(module, False, 1, batches, callbacks)))
+    return [Row("CPU run with the callback / without", min(laps[True]) / min(laps[False]), "", 1.01)]
+
+
+def imports(quick: bool) -> List[Row]:
+    """7: what importing the package adds to importing Lightning."""
+    code = (
+        "import warnings; warnings.simplefilter('ignore'); import time, pytorch_lightning; "
+        "start = time.perf_counter(); import ipu_log_callback; print(time.perf_counter() - start)"
+    )
+    seconds = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+        for _ in range(1 if quick else 7)
+    ]
+    return [Row("import added to pytorch_lightning's", median(seconds) * 1e3, "ms", 30)]
+
+
+def emulated_execution(quick: bool) -> List[Row]:
+    """8: an emulated execution against the same micro-batches in plain PyTorch."""
+    import poptorch
+
+    rows = []
+    for name, make, shape in (
+        ("MLP", _mlp, (8, 64)),
+        ("CNN", _cnn, (8, 1, 8, 8)),
+    ):
+        iterations = 16
+        batch = torch.randn(iterations * shape[0], *shape[1:])
+        target = torch.randint(0, 10, (iterations * shape[0],))
+        torch.manual_seed(0)
+        model = _WithLoss(make())
+        plain = copy.deepcopy(model)
+        options = poptorch.Options().deviceIterations(iterations)
+        device = poptorch.trainingModel(
+            model, options, torch.optim.SGD(model.parameters(), lr=0.01)
+        )
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+
+        def run_plain() -> None:
+            for x, y in zip(batch.chunk(iterations), target.chunk(iterations)):
+                optimizer.zero_grad()
+                _, loss = plain(x, y)
+                loss.backward()
+                optimizer.step()
+
+        device(batch, target)
+        pairs = [
+            (_seconds(lambda: device(batch, target)), _seconds(run_plain))
+            for _ in range(20 if quick else 100)
+        ]
+        ratio = median(p[0] for p in pairs) / median(p[1] for p in pairs)
+        rows.append(Row(f"emulated execution / plain PyTorch, {name}", ratio, wanted=2.0))
+    return rows
+
+
+class _WithLoss(torch.nn.Module):
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        out = self.net(x)
+        return out, F.cross_entropy(out, y)
+
+
+def _mlp() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)
+    )
+
+
+def _cnn() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 16, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2),
+        torch.nn.Flatten(),
+        torch.nn.Linear(256, 10),
+    )
+
+
+def digits(quick: bool) -> List[Row]:
+    """8: the digits example against its `--cpu` run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pairs = [
+            (_digits_seconds([]), _digits_seconds(["--cpu"])) for _ in range(1 if quick else 3)
+        ]
+    ratio = median(p[0] for p in pairs) / median(p[1] for p in pairs)
+    return [Row("digits example, emulated / --cpu", ratio, wanted=2.0)]
+
+
+def _digits_seconds(arguments: List[str]) -> float:
+    command = [sys.executable, "examples/digits.py", *arguments]
+    return _seconds(lambda: subprocess.run(command, capture_output=True, check=True))
+
+
+MEASURES: Dict[str, Callable[..., List[Row]]] = {
+    "host time": host_time,
+    "wire": wire,
+    "metrics": metrics,
+    "scaling": scaling,
+    "off the IPU": off_the_ipu,
+    "import": imports,
+    "emulated execution": emulated_execution,
+    "digits": digits,
+}

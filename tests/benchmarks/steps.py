@@ -1,0 +1,201 @@
+"""The modules and runs that are compared: one linear model, its logging done in five ways."""
+
+import time
+import warnings
+from contextlib import contextmanager
+from statistics import median
+from typing import Any, Callable, Dict, Iterator, List
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+
+from ipu_log_callback import IPULogCallback
+from ipu_log_callback.executors import ExecutorListener
+from ipu_log_callback.run import Run
+
+__all__ = ["PEERS", "Stopwatch", "emulated", "fit", "host_seconds"]
+
+SAMPLES = 2
+
+
+class Stopwatch:
+    """Adds up what happens in its blocks, lap by lap.
+
+    Attributes:
+        laps: Seconds of each lap.
+    """
+
+    def __init__(self) -> None:
+        self.laps: List[float] = []
+        self._running = 0.0
+        self._depth = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the block's time; a block inside a block is not counted twice."""
+        self._depth += 1
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._running += time.perf_counter() - start
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, its time counted."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.running():
+                return function(*args, **kwargs)
+
+        return run
+
+    def lap(self) -> None:
+        """Begin the next lap."""
+        self.laps.append(self._running)
+        self._running = 0.0
+
+    @property
+    def median(self) -> float:
+        """Median seconds of a lap, the first ten (warm-up, compilation) left out."""
+        return median(self.laps[10:])
+
+
+class Silent(pl.LightningModule):
+    """(d) No logging at all; the values are computed all the same."""
+
+    def __init__(self, keys: int, watch: Stopwatch) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+        self.keys = [f"key_{number}" for number in range(keys)]
+        self.watch = watch
+
+    def values(self, batch: Any) -> Any:
+        x, y = batch
+        loss = F.cross_entropy(self.layer(x), y)
+        return loss, {key: loss.detach() * number for number, key in enumerate(self.keys)}
+
+    def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        loss, _ = self.values(batch)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.watch.lap()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class InStep(Silent):
+    """(a) and the callback: `self.log` in the step, as Lightning's documentation shows."""
+
+    def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        loss, values = self.values(batch)
+        for key, value in values.items():
+            self.log(key, value)
+        return loss
+
+
+class InHook(Silent):
+    """(b) Return a dict, log in `on_train_batch_end`: the workaround of Lightning's IPU page."""
+
+    def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        loss, values = self.values(batch)
+        return {"loss": loss, **values}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with self.watch.running():
+            for key in self.keys:
+                self.log(key, outputs[key].mean())
+        self.watch.lap()
+
+
+class ByHand(InHook):
+    """(c) As public IPU projects do: convert, average, `logger.log_metrics`."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with self.watch.running():
+            means = {key: float(outputs[key].numpy().mean()) for key in self.keys}
+            self.logger.log_metrics(means, step=self.trainer.global_step)
+        self.watch.lap()
+
+
+PEERS: Dict[str, type] = {
+    "callback": InStep,
+    "(a) self.log on CPU": InStep,
+    "(b) dict, log in hook": InHook,
+    "(c) by hand": ByHand,
+    "(d) no logging": Silent,
+}
+
+
+def emulated(peer: str) -> bool:
+    """Whether a peer runs on the IPU strategy."""
+    return peer != "(a) self.log on CPU"
+
+
+def fit(
+    module: pl.LightningModule, ipu: bool, iterations: int, executions: int, callbacks: List[Any]
+) -> pl.Trainer:
+    """Train for so many executions, every row kept from the disk."""
+    batches = executions * (iterations if ipu else 1)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(batches * SAMPLES, 4), torch.randint(0, 3, (batches * SAMPLES,))
+    )
+    loader = torch.utils.data.DataLoader(data, batch_size=SAMPLES)
+    options: Dict[str, Any] = {"accelerator": "cpu"}
+    if ipu:
+        from poptorch import OutputMode, Options
+        from pytorch_lightning.strategies import IPUStrategy
+
+        training = Options().deviceIterations(iterations).outputMode(OutputMode.All)
+        options = {
+            "accelerator": "ipu",
+            "devices": 1,
+            "strategy": IPUStrategy(training_opts=training, inference_opts=Options()),
+        }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(
+            max_epochs=1,
+            logger=NoLogger(),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            callbacks=callbacks,
+            **options,
+        )
+        trainer.fit(module, loader)
+    return trainer
+
+
+class NoLogger(pl.loggers.logger.DummyLogger):
+    """Takes what it is given and writes nothing: disk time is nobody's merit."""
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def host_seconds(peer: str, keys: int, iterations: int, executions: int) -> float:
+    """Median host seconds that a peer spends on logging, per execution (per batch on CPU)."""
+    watch = Stopwatch()
+    module = PEERS[peer](keys, watch)
+    # disabled it logs nothing, and mends what would stop the others: the module's left-over device
+    callbacks = [IPULogCallback(enabled=False)]
+    undo: List[Callable[[], None]] = []
+    if peer == "callback":
+        callbacks = [IPULogCallback("*")]
+        for owner, name in ((ExecutorListener, "received"), (Run, "replay")):
+            original = getattr(owner, name)
+            setattr(owner, name, watch.timed(original))
+            undo.append(lambda o=owner, n=name, f=original: setattr(o, n, f))
+    elif peer.startswith("(a)"):
+        module.log = watch.timed(module.log)
+    try:
+        fit(module, emulated(peer), iterations, executions, callbacks)
+    finally:
+        for step in undo:
+            step()
+    return watch.median

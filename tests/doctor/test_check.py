@@ -1,0 +1,188 @@
+"""`doctor.check`: what it returns, and that it leaves a module as it was."""
+
+import json
+import random
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from ipu_log_callback import doctor
+from ipu_log_callback.doctor.findings import KINDS
+
+from .clean_modules import CLASSES, Base, Plain
+from .faulty_modules import KeepsTensors, ReadsItem, SideEffects, Trained
+
+
+@pytest.fixture
+def batch():
+    """A micro-batch for the modules of the corpus."""
+    return [torch.randn(4, 8), torch.randint(CLASSES, (4,))]
+
+
+def test_a_finding_answers_what_a_reader_asks(batch):
+    """Headline with code and step, then the rows where, why and fix."""
+    first = doctor.check(ReadsItem(), batch).findings[0]
+    headline, where, why, *fix = str(first).splitlines()
+    assert headline == (
+        'fails: `self.log("acc", acc.item())` in `ReadsItem.training_step` '
+        "reads the value of a device tensor"
+    )
+    assert where.split() == ["where", f"faulty_modules.py:{first.site.line}"]
+    assert why.split()[0] == "why"
+    assert fix[0].split()[0] == "fix"
+    assert "self.log(name, tensor)" in fix[0]
+
+
+def test_the_text_ends_in_a_summary(batch):
+    """The last line counts what fails and what differs."""
+    text = str(doctor.check(ReadsItem(), batch))
+    assert text.splitlines()[-1] == "ReadsItem: 2 would fail, in training_step"
+    text = str(doctor.check(SideEffects(), batch))
+    assert text.splitlines()[-1] == "SideEffects: 4 would behave differently, in training_step"
+
+
+def test_json_holds_every_finding(batch):
+    """The JSON says the same as the text, with whole paths."""
+    diagnosis = doctor.check(ReadsItem(), batch)
+    data = json.loads(diagnosis.to_json())
+    assert [f["headline"] for f in data["findings"]] == [f.headline for f in diagnosis.findings]
+    assert data["findings"][0]["file"] == diagnosis.findings[0].site.file
+    assert data["findings"][0]["code"] == 'self.log("acc", acc.item())'
+
+
+def test_a_notebook_shows_the_text_escaped():
+    """Code in a finding cannot become markup."""
+
+    class Compares(Trained):
+        def training_step(self, batch, batch_idx):
+            loss = self.step(batch)[2]
+            return loss if loss < 9 else None
+
+    shown = doctor.check(Compares(), [torch.randn(2, 8), torch.tensor([0, 1])])._repr_html_()
+    assert "loss &lt; 9" in shown
+
+
+@pytest.mark.parametrize("module_class", [Plain, KeepsTensors, SideEffects])
+def test_the_module_is_left_as_it_was(module_class, batch):
+    """Attributes, lists, weights, mode, trainer and random states are untouched."""
+    module = module_class().eval()
+    before = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    lists = {name: list(v) for name, v in before.items() if isinstance(v, (list, dict))}
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    torch.manual_seed(3)
+    random.seed(3)
+    doctor.check(module, batch)
+    assert (torch.rand(()).item(), random.getrandbits(32)) == _first_draws(3)
+    assert {n: v for n, v in vars(module).items() if not n.startswith("_")} == before
+    assert {n: list(before[n]) for n in lists} == lists
+    assert not module.training
+    assert _trainer_of(module) is None
+    assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no trainer to log to
+        module.train().training_step(batch, 0).backward()
+
+
+def _first_draws(seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    return torch.rand(()).item(), random.getrandbits(32)
+
+
+def _trainer_of(module):
+    try:
+        return module.trainer
+    except RuntimeError:
+        return None
+
+
+def test_a_step_that_raises_is_a_finding():
+    """An error of the user's own is told with its line, and what was found before it is kept."""
+
+    class Broken(Base):
+        def training_step(self, batch, batch_idx):
+            batch[0].mean().item()
+            return self.nothing
+
+    first, second = doctor.check(Broken(), [torch.randn(2, 8)]).findings
+    assert {first.kind, second.kind} == {"value-read", "step-raises"}
+    assert "AttributeError" in second.headline
+    assert second.site.line == first.site.line + 1
+
+
+def test_a_step_that_wants_another_batch_is_noted_only(batch):
+    """`predict_step` may want another batch than the one for all steps: that is no fault of it."""
+
+    class Predicts(Plain):
+        def predict_step(self, batch, batch_idx):
+            return self(batch)
+
+    diagnosis = doctor.check(Predicts(), batch)
+    assert diagnosis.findings == ()
+    assert diagnosis.notes[0].startswith("not diagnosed: predict_step, which raises TypeError")
+    assert diagnosis.steps == ("training_step", "validation_step")
+    asked = doctor.check(Predicts(), batch, steps=["predict_step"])
+    assert [found.kind for found in asked.findings] == ["step-raises"]
+
+
+def test_texts_in_a_batch_are_found(batch):
+    """A str becomes part of the compiled step, and the next batch is refused."""
+
+    class Named(Trained):
+        def training_step(self, batch, batch_idx):
+            return self.step(batch[:2])[2]
+
+    (found,) = doctor.check(Named(), [*batch, ["a", "b", "c", "d"]]).findings
+    assert (found.kind, found.fails) == ("batch-value", True)
+
+
+def test_a_finding_of_several_steps_is_told_once(batch):
+    """A shared function is reported with all steps that reach it."""
+
+    class Shared(Trained):
+        def common(self, batch):
+            logits, _, loss = self.step(batch)
+            self.log("mean", logits.mean().item())
+            return loss
+
+        def training_step(self, batch, batch_idx):
+            return self.common(batch)
+
+        def validation_step(self, batch, batch_idx):
+            self.common(batch)
+
+    (found,) = doctor.check(Shared(), batch).findings
+    assert found.steps == ("training_step", "validation_step")
+    assert "in training_step, validation_step" in str(found)
+
+
+def test_a_step_attached_to_the_instance_is_run(batch):
+    """A step may be an attribute of the module."""
+    module = Plain()
+
+    def training_step(batch, batch_idx):
+        loss = torch.nn.functional.cross_entropy(module(batch[0]), batch[1])
+        print(loss)
+        return loss
+
+    module.training_step = training_step
+    kinds = [found.kind for found in doctor.check(module, batch).findings]
+    assert kinds == ["print"]
+    assert module.training_step is training_step
+
+
+def test_every_kind_says_why_and_what_to_type():
+    """No kind of finding leaves the reader without a reason and a way out."""
+    assert all(kind.why and kind.fix for kind in KINDS.values())
+
+
+def test_the_core_does_not_import_the_doctor():
+    """Nothing outside the doctor's own folder imports it."""
+    package = Path(doctor.__file__).parents[1]
+    importing = re.compile(r"^\s*(from|import)\b.*\bdoctor\b", re.MULTILINE)
+    sources = [path for path in package.rglob("*.py") if "doctor" not in path.parts]
+    assert len(sources) > 10
+    assert [path for path in sources if importing.search(path.read_text(encoding="utf-8"))] == []

@@ -1,0 +1,1 @@
+"""Nothing lost, nothing left behind, nothing wrong without a word."""

@@ -1,0 +1,126 @@
+"""After a failure anywhere, everything is as it was, and the next run is right."""
+
+import traceback
+import warnings
+from contextlib import contextmanager, nullcontext
+
+import pytest
+
+from ipu_log_callback import IPULogCallback
+
+from .failures import (
+    KINDS,
+    Fuse,
+    callback_hooks,
+    callback_with,
+    module_hooks,
+    module_with,
+    own_points,
+)
+from .runs import FULL, PROGRAMS, Net, numbers_of, quiet, run, trainer
+from .snapshot import differences, leftovers, snapshot
+
+
+def product(points):
+    """Points x kinds x programs: all of it on demand, each point with one of each every day."""
+    if FULL:
+        return [(point, kind, program) for point in points for kind in KINDS for program in PROGRAMS]
+    sampled = []
+    for number, point in enumerate(points):
+        able = [program for program in PROGRAMS if reaches(program, str(point))]
+        sampled.append((point, KINDS[number % 3], able[number // 3 % len(able)]))
+    return sampled
+
+
+def reaches(program, point):
+    """Whether a program may come to a point, judged by its name."""
+    fits = ("train", "fit", "zero_grad", "backward", "optimizer", "lr_scheduler")
+    if program != "fit" and any(part in point for part in fits):
+        return False
+    if "validation" in point or "val_" in point:
+        return program != "test"
+    return program == "test" or "test" not in point
+
+
+def identity(value):
+    return getattr(value, "__name__", str(value))
+
+
+@pytest.fixture(scope="session")
+def right():
+    """What each program logs where nothing fails."""
+    numbers = {}
+    for program in PROGRAMS:
+        made = trainer([IPULogCallback("*")])
+        run(made, program, Net())
+        numbers[program] = numbers_of(made)
+        assert len(numbers[program]) > 8
+    return numbers
+
+
+def check_failure(module, callbacks, fuse, program, right, armed=None):
+    """Run into a failure, then look at what is left, then run again."""
+    callback = IPULogCallback("*", history=True)
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    made = trainer([*callbacks, callback])
+    before = snapshot(made, module)
+    caught = None
+    with armed or nullcontext(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            run(made, program, module)
+        except BaseException as error:
+            caught = error
+    if fuse.blown and not (caught is None and isinstance(fuse.error, KeyboardInterrupt)):
+        assert caught is fuse.error
+        assert caught.args == ("raised on purpose",)
+        assert caught.__cause__ is None
+        frames = [frame.name for frame in traceback.extract_tb(caught.__traceback__)]
+        assert any(name.startswith("raising_") for name in frames)
+    elif not fuse.blown:
+        assert caught is None
+    assert differences(before, snapshot(made, module)) == []
+    assert leftovers(made, module) == []
+    assert callback._runs == {}
+
+    module.load_state_dict(weights)
+    for metric in module.modules():
+        if hasattr(metric, "reset"):
+            metric.reset()
+    again = trainer([callback])
+    run(again, program, module)
+    assert numbers_of(again) == pytest.approx(right[program], nan_ok=True)
+    assert differences(before_of(before, again, module), snapshot(again, module)) == []
+    return fuse.blown
+
+
+def before_of(before, trainer, module):
+    """The first snapshot, with what belongs to another trainer taken from it."""
+    now = snapshot(trainer, module)
+    return {
+        place: now.get(place, value) if place[0] in ("trainer", "strategy") else value
+        for place, value in before.items()
+    }
+
+
+@pytest.mark.parametrize(("hook", "kind", "program"), product(callback_hooks()), ids=identity)
+def test_a_failing_hook_of_a_callback_leaves_nothing_behind(hook, kind, program, right):
+    """Whichever hook raises, and whatever it raises."""
+    fuse = Fuse(kind)
+    check_failure(Net(), [callback_with(hook, fuse)], fuse, program, right)
+
+
+@pytest.mark.parametrize(("hook", "kind", "program"), product(module_hooks()), ids=identity)
+def test_a_failing_hook_of_the_module_leaves_nothing_behind(hook, kind, program, right):
+    """Whichever hook or step raises, and whatever it raises."""
+    fuse = Fuse(kind)
+    module = module_with(hook, fuse)
+    check_failure(module, [], fuse, program, right)
+
+
+@pytest.mark.parametrize(("point", "kind", "program"), product(own_points()), ids=identity)
+def test_a_failure_on_the_callbacks_own_way_leaves_nothing_behind(point, kind, program, right):
+    """Before and after each function between the selection and the teardown."""
+    fuse = Fuse(kind)
+    fuse._left = point.at
+    check_failure(Net(), [], fuse, program, right, armed=point.armed(fuse))
