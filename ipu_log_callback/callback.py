@@ -343,6 +343,8 @@ def _check_alone(callback: IPULogCallback, trainer: Any) -> None:
             report(
                 f"the trainer has {len(others) + 1} `IPULogCallback`s, expected one",
                 received=", ".join(map(repr, [callback, *others])),
+                expected="one, with the keys of all of them",
+                why="each would replay every logged call",
                 fix=f"IPULogCallback(keys={[*callback.keys, *others[0].keys]!r})"
                 if not isinstance(callback.keys, str) and not isinstance(others[0].keys, str)
                 else "one IPULogCallback with all keys",

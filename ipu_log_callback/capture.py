@@ -7,7 +7,6 @@ step's outputs as anchored outputs. Outside a capture nothing here is active.
 
 import functools
 import inspect
-import re
 import threading
 import warnings
 from contextlib import ExitStack, contextmanager
@@ -17,8 +16,8 @@ import torch
 from torchmetrics import MetricCollection
 
 from . import _compat
+from .call_checks import check_key, check_one_number, frozen_values, warn_of_frozen
 from .call_site import call_site
-from .errors import StepCaptureError, report, warn
 from .loss_watch import LossWatch
 from .metrics import Metrics, PendingMetricValue, is_metric, result_keys
 from .record import (
@@ -38,29 +37,18 @@ from .record import (
     map_leaves,
 )
 from .selection import Selection
-from .step_errors import describe_value, explained
+from .step_errors import explained
 from .structure import tensors_of
 from .wire import Wire, pack
 
-__all__ = ["Capture", "current_capture"]
+__all__ = ["Capture", "current_capture", "in_trace_mode"]
 
 _ACTIVE = threading.local()
-
-#: How a tensor that was formatted into a key looks; PopTorch prints `<unavailable>` for its values.
-_TENSOR_IN_KEY = re.compile(r"tensor\(|<unavailable>|device='ipu")
 
 
 def current_capture() -> "Optional[Capture]":
     """The capture that is under way in this thread, if any."""
     return getattr(_ACTIVE, "capture", None)
-
-
-def on_device(tensor: torch.Tensor) -> bool:
-    """Whether a tensor belongs to the graph that is being compiled.
-
-    In trace mode a step runs on CPU tensors, all of which belong to the trace.
-    """
-    return tensor.device.type == "ipu" or in_trace_mode()
 
 
 def in_trace_mode() -> bool:
@@ -77,10 +65,14 @@ class Capture:
         step: Name of the step.
         selection: Which keys to anchor.
         metrics: The module's metrics.
+        traced: Whether PopTorch compiles in trace mode.
     """
 
-    def __init__(self, module: Any, step: str, selection: Selection, metrics: Metrics) -> None:
+    def __init__(
+        self, module: Any, step: str, selection: Selection, metrics: Metrics, traced: bool
+    ) -> None:
         self.module = module
+        self._traced = traced
         self.step = step
         self.owner = type(module).__name__
         self._selection = selection
@@ -109,7 +101,7 @@ class Capture:
             stack.enter_context(_logging_intercepted(self.module))
             stack.enter_context(self._metrics.recorded(self.record_metric))
             stack.enter_context(explained(self.name))
-            if not in_trace_mode():
+            if not self._traced:
                 # in trace mode the tracer alone watches torch's functions
                 stack.enter_context(self._losses)
             return function(*args, **kwargs)
@@ -138,7 +130,7 @@ class Capture:
             output,
             record.anchored,
             dict(enumerate(self._tensors)),
-            structured=not in_trace_mode(),
+            structured=not self._traced,
         )
         return packed, record, wire
 
@@ -160,7 +152,7 @@ class Capture:
                 carried across compilation.
         """
         site = call_site()
-        self._check_key(name, site)
+        check_key(name, self.name, site)
         if not self._selection.selects(name):
             self._drop(name, value, site)
             return
@@ -228,13 +220,20 @@ class Capture:
 
     # -- values -----------------------------------------------------------------------------
 
+    def _on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor belongs to the graph that is being compiled.
+
+        In trace mode a step runs on CPU tensors, all of which belong to the trace.
+        """
+        return self._traced or tensor.device.type == "ipu"
+
     def _leaf(self, leaf: Any) -> Any:
         """What a record holds in place of an argument."""
         if isinstance(leaf, PendingMetricValue):
             return leaf.result
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if not on_device(leaf):
+        if not self._on_device(leaf):
             # the user may change it in place after the step
             return leaf.detach().clone()
         if id(leaf) not in self._anchors:
@@ -246,18 +245,8 @@ class Capture:
         return self._anchors[id(leaf)]
 
     def _logged_leaf(self, name: str, site: CallSite, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.numel() != 1:
-            shape = list(leaf.shape)
-            raise StepCaptureError(
-                report(
-                    f"`self.log('{name}', ...)` in `{self.name}` received a tensor of shape "
-                    f"{shape}, expected one number",
-                    where=str(site),
-                    received=describe_value(leaf),
-                    expected="a tensor with one element",
-                    fix=f"self.log('{name}', value.mean())",
-                )
-            )
+        if isinstance(leaf, torch.Tensor):
+            check_one_number(name, leaf, self.name, site)
         return self._leaf(leaf)
 
     def _check_call(
@@ -278,48 +267,10 @@ class Capture:
         return 0.0 if isinstance(leaf, (LiveValue, MetricResult)) else leaf
 
     def _warn_if_frozen(self, name: str, value: Any, site: CallSite) -> None:
-        """Say that a value is not computed on the device and so never changes again."""
-        frozen: List[Any] = []
-        map_leaves(value, lambda leaf: frozen.append(leaf) if _is_frozen(leaf) else None)
+        frozen = frozen_values(value)
         if frozen and name not in self._frozen:
             self._frozen.add(name)
-            warn(
-                report(
-                    f"`self.log('{name}', ...)` in `{self.name}` received "
-                    f"{describe_value(frozen[0])}, which is frozen when the step is compiled",
-                    where=str(site),
-                    received="a value that was not computed on the device",
-                    why="the step's Python runs only once; every execution logs this value again",
-                    fix=f"self.log('{name}', live(lambda: ...)) calls the function at every "
-                    "execution (from ipu_log_callback import live)",
-                ),
-                site,
-            )
-
-    def _check_key(self, name: Any, site: CallSite) -> None:
-        if not isinstance(name, str):
-            raise StepCaptureError(
-                report(
-                    f"`self.log({describe_value(name)}, ...)` in `{self.name}` received "
-                    f"{type(name).__name__} as key, expected str",
-                    where=str(site),
-                    fix="self.log('name', value)",
-                )
-            )
-        if _TENSOR_IN_KEY.search(name):
-            raise StepCaptureError(
-                report(
-                    f"`self.log(f'...{{tensor}}...', ...)` in `{self.name}` received a key built "
-                    "from a tensor, expected a key known before the step runs",
-                    where=str(site),
-                    received=repr(name if len(name) <= 80 else name[:79] + "…"),
-                    expected="a str made of Python values",
-                    why="batch_idx and dataloader_idx are tensors in a compiled step, whose "
-                    "Python runs only once",
-                    fix="leave the index out: Lightning appends `/dataloader_idx_N` itself,\n"
-                    "or log that key in `on_validation_batch_end`, where the index is an int",
-                )
-            )
+            warn_of_frozen(name, frozen[0], self.name, site)
 
     # -- selection --------------------------------------------------------------------------
 
@@ -364,7 +315,7 @@ class Capture:
             if isinstance(value, MetricCall):
                 size = sum(a.bytes for a in anchored_outputs(value))
             else:
-                size = 4 if isinstance(value, torch.Tensor) and on_device(value) else 0
+                size = 4 if isinstance(value, torch.Tensor) and self._on_device(value) else 0
             self._dropped[name] = DroppedKey(name, size, site)
 
     # -- activity ---------------------------------------------------------------------------
@@ -386,10 +337,6 @@ class Capture:
             yield
         finally:
             _ACTIVE.capture = before
-
-
-def _is_frozen(leaf: Any) -> bool:
-    return not is_metric(leaf) and not isinstance(leaf, (AnchoredOutput, LiveValue, MetricResult))
 
 
 @contextmanager

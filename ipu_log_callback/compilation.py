@@ -10,16 +10,18 @@ but parameters and buffers (`_poplar_executor.py`, `_compileWithDispatch`). Arou
 
 import functools
 import threading
+import warnings
 from contextlib import ExitStack, contextmanager
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 
-from .capture import Capture
+from .capture import Capture, in_trace_mode
 from .errors import SecondLossError, names_text, report
 from .metrics import Metrics
 from .record import AnchoredCall, AnchoredOutput, LoggedCall, StepRecord
 from .selection import Selection
+from .step_errors import reason_of
 from .wire import Wire
 
 __all__ = ["STEPS", "Compilation"]
@@ -53,6 +55,7 @@ class Compilation:
         self._selection = selection
         self._capturing = capturing
         self._metrics = Metrics(module)
+        self._traced = False
         self.record: Optional[StepRecord] = None
         self.wire = Wire()
 
@@ -94,11 +97,19 @@ class Compilation:
         # `wraps` keeps the signature: Lightning decides by it what to pass
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            capture = Capture(self._module, step, self._selection, self._metrics)
-            with self._metrics.shown():
+            self._traced = self._traced or in_trace_mode()
+            # `torch.jit.trace` checks its graph: it runs the step again, the last time untraced,
+            # and compares. Those runs must return what the first one did; its record holds.
+            again = self._traced and self.record is not None
+            capture = Capture(self._module, step, self._selection, self._metrics, self._traced)
+            with self._metrics.shown(), warnings.catch_warnings():
+                if again:
+                    warnings.simplefilter("ignore")
                 with self._capturing(capture):
                     output = capture.run(function, *args, **kwargs)
-                packed, self.record, self.wire = capture.finish(output)
+                packed, record, wire = capture.finish(output)
+            if not again:
+                self.record, self.wire = record, wire
             return packed
 
         return run
@@ -146,7 +157,7 @@ def _second_loss(record: StepRecord, error: Exception) -> SecondLossError:
             f"`{call}({names}, ...)` in `{record.owner}.{record.step}` received a torch loss "
             "that PopTorch takes for a second loss of the model",
             where=", ".join(str(event.site) for event in suspects),
-            received=str(error).splitlines()[0],
+            received=reason_of(error),
             expected="one torch loss function in training, that of the returned loss",
             why="a value that comes out of a loss function (F.l1_loss, nn.MSELoss, ...) counts as "
             "a loss, even detached, unless it feeds the returned one",

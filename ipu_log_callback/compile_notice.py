@@ -51,7 +51,7 @@ def compile_notice(trainer: Any, owner: str, step: str) -> Iterator[None]:
         step: The step's name.
     """
     _compat.rank_zero_info(
-        f"Compiling `{owner}.{step}` for the IPU. This can take minutes; it is done once a run."
+        f"Compiling `{owner}.{step}` for the IPU. Its first execution waits for it, maybe minutes."
     )
     started = perf_counter()
     put_back = _harmless(_describe, trainer, f"compiling {step}")

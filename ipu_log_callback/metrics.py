@@ -14,6 +14,7 @@ import torch
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from ._compat import submodules
+from .call_site import call_site
 from .errors import StepCaptureError, report
 from .record import MetricResult
 
@@ -208,6 +209,7 @@ class PendingMetricValue:
         raise StepCaptureError(
             report(
                 f"the value of `{self.call}` was used in `{self.step}`, expected it to be logged",
+                where=str(call_site()),
                 received="an operation on the value of a torchmetrics object",
                 expected="`self.log(name, value)` and nothing else",
                 why="metrics run on the host, after the compiled step; "

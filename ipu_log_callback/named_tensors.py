@@ -11,6 +11,8 @@ What they hold (PopART 2.6-3.4 `tensornames.hpp`, `sgd2decompose.cpp`, `adamdeco
 `Accl1___<parameter>` and on   the optimizer's states after the update, equal on all replicas
 =============================  =====================================================================
 
+With automatic loss scaling the scale is the device's own, and gradients show it.
+
 They come back as the session's output mode says, whatever mode the anchor itself was given
 (PopTorch `LowerToPopart.cpp`). With gradient accumulation and `All`, PopART copies weights and
 states inside the accumulation loop, so hardware may show them one update late.

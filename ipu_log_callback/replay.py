@@ -33,13 +33,22 @@ __all__ = ["Replay", "reduction_of"]
 
 LogFunction = Callable[..., None]
 
+
+def _largest_number(values: torch.Tensor) -> torch.Tensor:
+    """The largest of `[results, ...]` that is a number; NaN where none is."""
+    if not values.is_floating_point():
+        return values.amax(0)
+    largest = values.masked_fill(values.isnan(), -float("inf")).amax(0)
+    return largest.masked_fill(values.isnan().all(0), float("nan"))
+
+
 _REDUCTIONS: Dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": lambda values: values.mean(0),
     "sum": lambda values: values.sum(0),
     "min": lambda values: values.amin(0),
     "max": lambda values: values.amax(0),
     "Python's min": lambda values: -_largest_number(-values),
-    "Python's max": lambda values: _largest_number(values),
+    "Python's max": _largest_number,
 }
 
 
@@ -58,14 +67,6 @@ def _reducer_of(options: Mapping[str, Any]) -> str:
     """As `reduction_of`; but Python's own `min` and `max` pass over NaN, in Lightning as here."""
     reduction = reduction_of(options)
     return f"Python's {reduction}" if options.get("reduce_fx") in (min, max) else reduction
-
-
-def _largest_number(values: torch.Tensor) -> torch.Tensor:
-    """The largest of `[results, ...]` that is a number; NaN where none is."""
-    if not values.is_floating_point():
-        return values.amax(0)
-    largest = values.masked_fill(values.isnan(), -float("inf")).amax(0)
-    return largest.masked_fill(values.isnan().all(0), float("nan"))
 
 
 class Replay:

@@ -12,7 +12,7 @@ import torch
 from .call_site import source_line, user_frame_of
 from .errors import IPULogError, StepCaptureError, report
 
-__all__ = ["describe_value", "explained"]
+__all__ = ["describe_value", "explained", "reason_of"]
 
 
 class _Explanation(NamedTuple):
@@ -80,12 +80,18 @@ def _explanation(known: _Explanation, step: str, error: Exception) -> StepCaptur
         report(
             f"`{line or '...'}` in `{step}` {known.headline}",
             where=str(site) if site else "",
-            received=str(error).splitlines()[0],
+            received=reason_of(error),
             expected=known.expected,
             why=known.why,
             fix=fix,
         )
     )
+
+
+def reason_of(error: Exception, width: int = 100) -> str:
+    """What PopTorch says in an error's first line, without the place in its own source."""
+    first = str(error).splitlines()[0].split("_error': ", 1)[-1]
+    return first if len(first) <= width else first[: width - 1] + "…"
 
 
 def describe_value(value: Any) -> str:

@@ -37,12 +37,8 @@ _HOOKS: Dict[str, _Hook] = {
         "the backward pass is part of the compiled step",
         "leave it out; scale the loss in `training_step`",
     ),
-    "on_after_backward": _Hook(
-        "hook-ignored", _NO_GRADIENTS, _GRADIENTS
-    ),
-    "on_before_optimizer_step": _Hook(
-        "hook-ignored", _NO_GRADIENTS, _GRADIENTS
-    ),
+    "on_after_backward": _Hook("hook-ignored", _NO_GRADIENTS, _GRADIENTS),
+    "on_before_optimizer_step": _Hook("hook-ignored", _NO_GRADIENTS, _GRADIENTS),
     "configure_gradient_clipping": _Hook("hook-ignored", _NO_GRADIENTS, _CLIP),
     "optimizer_step": _Hook(
         "hook-ignored",

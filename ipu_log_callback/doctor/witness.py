@@ -51,7 +51,7 @@ class Witness(Capture):
         notice: Notice,
         site: Callable[[], Any],
     ) -> None:
-        super().__init__(module, step, Selection(["*"]), metrics)
+        super().__init__(module, step, Selection(["*"]), metrics, traced=False)
         self._onlooker = onlooker
         self._notice = notice
         self._here = site

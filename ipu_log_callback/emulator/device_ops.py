@@ -10,6 +10,8 @@ from typing import Any, Callable, List, Tuple
 
 import torch
 
+from ipu_log_callback.emulator.compile_hooks import isRunningOnIpu
+
 __all__ = ["OPERATORS"]
 
 
@@ -25,14 +27,13 @@ def _ipu_print_tensor(self: torch.Tensor, title: str, print_gradient: int) -> to
     _print(title, self)
     printed = self.clone()
     if print_gradient and printed.requires_grad:
-        printed.register_hook(lambda grad: _print(f"{title}_gradient", grad))
+        printed.register_hook(  # type: ignore[no-untyped-call]  # torch does not annotate it
+            lambda grad: _print(f"{title}_gradient", grad)
+        )
     return printed
 
 
 def _print(title: str, tensor: torch.Tensor) -> None:
-    # Imported here, because the executor's modules may import this one.
-    from ipu_log_callback.emulator.compile_hooks import isRunningOnIpu
-
     if not isRunningOnIpu():  # a compilation computes values of its own, which nobody is to see
         sys.stderr.write(f"{title}: {tensor.detach()}\n")
 
@@ -68,7 +69,7 @@ OPERATORS: List[Tuple[str, Callable[..., Any]]] = [
 ]
 
 # Kept alive here: dropping a library unregisters its operators.
-_library = torch.library.Library("poptorch", "DEF")
+_library: Any = torch.library.Library("poptorch", "DEF")  # type: ignore[no-untyped-call]  # as above
 for _schema, _implementation in OPERATORS:
     _library.define(_schema)
     _library.impl(_schema.split("(")[0], _implementation)

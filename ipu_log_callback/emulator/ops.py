@@ -209,7 +209,8 @@ def cond(
         )
         raise ValueError(msg)
     refuse_in_training("cond")
-    if condition.device.type == "cpu" and not torch.jit.is_tracing():
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # torch's
+    if condition.device.type == "cpu" and not tracing:
         return _as_list(then_body(*then_inps) if condition else else_body(*else_inps))
     results_then = _as_list(then_body(*[tensor.clone() for tensor in then_inps]))
     results_else = _as_list(else_body(*[tensor.clone() for tensor in else_inps]))

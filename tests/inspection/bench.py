@@ -6,16 +6,10 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
+from lightning_in_use import pl
 from torch.utils.data import DataLoader, TensorDataset
 
 from ipu_log_callback import IPULogCallback
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    try:
-        import pytorch_lightning as pl
-    except ImportError:  # the other distribution
-        import lightning.pytorch as pl
 
 Logger = (
     pl.loggers.logger.Logger

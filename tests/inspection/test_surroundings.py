@@ -42,24 +42,33 @@ def test_trace_mode_anchors_the_same():
 def test_half_precision_parameters_travel_as_halves():
     """Two bytes an element; statistics are computed in float32."""
 
+    class Halved(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+
+        def forward(self, x):
+            return (x * self.scale.float()).half()
+
     class Half(Net):
         def __init__(self):
             super().__init__()
-            self.head.half()
+            self.halved = Halved()
 
         def loss(self, batch):
-            logits = self.head(self.encoder(batch[0]).half())
+            logits = self.halved(self.head(self.encoder(batch[0])))
             return torch.nn.functional.cross_entropy(logits.float(), batch[1])
 
     net = Half()
     history = plain(copy.deepcopy(net))
-    callback = IPULogCallback(gradients="head.weight", activations="head")
+    callback = IPULogCallback(gradients="halved.scale", activations="halved")
     rows = fit(net, callback)
     entries = {entry.name: entry for entry in callback.cost}
-    assert (entries["grad/head.weight"].dtype, entries["grad/head.weight"].bytes) == ("float16", 12)
-    assert (entries["head"].dtype, entries["head"].bytes) == ("float16", 8)
-    expected = history[-1][-1].gradients["head.weight"].float().norm()
-    found = torch.tensor(rows[-1]["grad/head.weight/norm"])
+    gradient, output = entries["grad/halved.scale"], entries["halved"]
+    assert (gradient.dtype, gradient.bytes) == ("float16", 4)
+    assert (output.dtype, output.bytes) == ("float16", 8)
+    expected = history[-1][-1].gradients["halved.scale"].float().norm()
+    found = torch.tensor(rows[-1]["grad/halved.scale/norm"])
     assert_close(found, expected, rtol=1e-2, atol=1e-3)
 
 

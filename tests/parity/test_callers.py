@@ -98,14 +98,15 @@ class FromForward(Net):
 
 
 class FromInnerFunction(Net):
-    """`self.log` in a closure, a lambda, a comprehension and a partial."""
+    """`self.log` in a closure, a loop, a comprehension and a partial."""
 
     def logs(self, stage, x, loss):
         def inner(name):
             self.log(f"{stage}_{name}", loss)
 
         inner("closure")
-        (lambda value: self.log(f"{stage}_lambda", value))(loss)
+        for value in map(lambda value: value * 2, [loss]):  # noqa: C417 - the point of it
+            self.log(f"{stage}_mapped", value)
         [self.log(f"{stage}_{number}", x[:, number].sum()) for number in range(3)]
         functools.partial(self.log, f"{stage}_partial")(loss)
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from .bench import Net, Setting, check_parity, fit, observe, validate_only
+from .bench import Net, Setting, check_parity, observe, validate_only
 
 COUNTS = (1, 2, 4, 7)
 LEVELS = {"on_step": True, "on_epoch": True}
@@ -43,7 +43,7 @@ def test_iterations_accumulation_and_replicas(cut):
 MODES = [(None, 1), ("All", 1), ("Final", 1), ("Sum", 1), ("EveryN", 2)]
 
 
-@pytest.mark.parametrize("mode, period", MODES)
+@pytest.mark.parametrize(("mode", "period"), MODES)
 @pytest.mark.parametrize("cut", [(4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)], ids=str)
 def test_with_auto_the_users_output_mode_changes_no_logged_value(cut, mode, period):
     """`output_mode="auto"` fetches every micro-batch, whatever mode the options have."""
@@ -98,12 +98,12 @@ def test_sum_when_kept_refuses_what_a_sum_cannot_give(reduce_fx):
         def validation_step(self, batch, batch_idx):
             self.log("extreme", batch[0].amax(), reduce_fx=reduce_fx)
 
-    with pytest.raises(Exception, match="self.log\\('extreme'") as caught:
+    with pytest.raises(Exception, match=r"self\.log\('extreme'") as caught:
         observe(True, Extremes, validate_only, Setting(mode="Sum", output_mode="keep"))
     assert type(caught.value).__name__ == "OutputModeError"
 
 
-@pytest.mark.parametrize("mode, period", [("Final", 1), ("EveryN", 2), (None, 1)])
+@pytest.mark.parametrize(("mode", "period"), [("Final", 1), ("EveryN", 2), (None, 1)])
 def test_a_mode_that_drops_micro_batches_is_warned_about_when_kept(mode, period):
     """The user is told by name which step's values are not those of all micro-batches."""
     setting = Setting(iterations=4, accumulation=1, mode=mode, period=period, output_mode="keep")
@@ -112,7 +112,7 @@ def test_a_mode_that_drops_micro_batches_is_warned_about_when_kept(mode, period)
     assert "output_mode='auto'" in text
 
 
-@pytest.mark.parametrize("mode, period", [("Final", 1), ("EveryN", 2)])
+@pytest.mark.parametrize(("mode", "period"), [("Final", 1), ("EveryN", 2)])
 def test_what_a_kept_mode_returns_is_what_is_logged(mode, period):
     """With one update an execution the values are those of the micro-batches that come back."""
     setting = Setting(iterations=4, accumulation=1, mode=mode, period=period, output_mode="keep")

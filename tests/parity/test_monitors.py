@@ -47,7 +47,12 @@ def test_early_stopping_stops_in_the_same_epoch(key, mode):
 
     def state(run):
         found = callback_of(run, stopping)
-        return found.stopped_epoch, found.best_score, found.wait_count, run.trainers[-1].current_epoch
+        return (
+            found.stopped_epoch,
+            found.best_score,
+            found.wait_count,
+            run.trainers[-1].current_epoch,
+        )
 
     check_parity(
         Monitored,
@@ -65,9 +70,7 @@ def test_early_stopping_on_the_training_epoch():
         Monitored,
         epochs(5),
         callbacks=lambda: [
-            stopping(
-                "train_forked", mode="max", patience=0, check_on_train_epoch_end=True
-            )
+            stopping("train_forked", mode="max", patience=0, check_on_train_epoch_end=True)
         ],
         state=lambda run: callback_of(run, stopping).stopped_epoch,
     )
@@ -157,7 +160,9 @@ def rate(run):
 
 def plateau(optimizer):
     """A scheduler that watches a key."""
-    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5)
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, patience=0, factor=0.5, threshold=0.5
+    )
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -1,6 +1,7 @@
 """Hooks and other callbacks receive what the step returned."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import pytest
@@ -56,7 +57,7 @@ RETURNS = {
     "None": lambda loss, out: None,
     "tuple": lambda loss, out: (loss, out),
     "list": lambda loss, out: [loss, out],
-    "NamedTuple": lambda loss, out: Pair(loss, out),
+    "NamedTuple": Pair,
     "nested dict": lambda loss, out: {"a": {"b": out, "c": [loss, (out,)]}, "d": loss},
     "dict of a NamedTuple": lambda loss, out: {"pair": Pair(loss, out)},
     "dict with non-tensors": lambda loss, out: {"loss": loss, "text": "x", "n": 3, "none": None},
@@ -92,6 +93,7 @@ def joined(structures):
 
 
 def executions_of(received, count):
+    """What a side with `count` micro-batches an execution receives for these micro-batches."""
     return [joined(received[n : n + count]) for n in range(0, len(received), count)]
 
 
@@ -100,12 +102,12 @@ def executions_of(received, count):
 def test_a_step_returns_to_hooks_and_callbacks_what_it_returned(kind, setting):
     """The type it returned, the tensors of all its micro-batches, non-tensors as they were."""
     make = RETURNS[kind]
-    collects = {ipu: Collects() for ipu in (False, True)}
-    own = {}
+    collects, own = {}, {}
     for ipu in (False, True):
         seen = observe(
-            ipu, lambda: Returns(make), validate_only, setting, callbacks=lambda: [collects[ipu]]
+            ipu, lambda: Returns(make), validate_only, setting, callbacks=lambda: [Collects()]
         )
+        (collects[ipu],) = seen.run.callbacks
         own[ipu] = seen.run.module.own
     count = setting.micro_batches(training=False)
     expected = executions_of([flattened(one) for one in collects[False].received], count)
@@ -153,20 +155,21 @@ def test_training_outputs_arrive_under_lightnings_rules(kind):
 
     collected = {}
     for ipu in (False, True):
-        collects = Collects()
-        observe(
+        seen = observe(
             ipu,
             Trains,
             lambda run: run.trainer().fit(run.module, run.loader()),
             ONE_TO_ONE,
-            callbacks=lambda: [collects],
+            callbacks=lambda: [Collects()],
         )
+        (collects,) = seen.run.callbacks
         collected[ipu] = [flattened_training(one) for one in collects.received]
     for one, other in zip(collected[True], collected[False]):
         assert_same(one, other)
 
 
 def flattened_training(outputs):
+    """`flattened`, without the anchored key."""
     return {k: v for k, v in flattened(outputs).items() if k != "train"}
 
 
@@ -191,7 +194,7 @@ class Box:
     label: Any = "box"
 
 
-@pytest.fixture()
+@pytest.fixture
 def _registered_box():
     """`Box` is known to PopTorch."""
     import poptorch
@@ -230,20 +233,17 @@ def test_outputs_have_the_shapes_that_the_users_own_options_promise(mode, kind):
     received = {}
     setting = Setting(iterations=4, replicas=1, mode=mode, period=2)
     for keys in ((), "*"):
-        collects = Collects()
-        observe(
-            True,
-            lambda: Returns(RETURNS[kind], log=False) if not keys else Returns(RETURNS[kind]),
-            validate_only,
-            dataclasses.replace(setting, keys=keys),
-            callbacks=lambda: [collects],
-        )
+        make = functools.partial(Returns, RETURNS[kind], log=bool(keys))
+        cut = dataclasses.replace(setting, keys=keys)
+        seen = observe(True, make, validate_only, cut, callbacks=lambda: [Collects()])
+        (collects,) = seen.run.callbacks
         received[keys] = [raw(one) for one in collects.received]
     for one, other in zip(received["*"], received[()]):
         assert_same(one, other)
 
 
 def raw(structure):
+    """A structure as it is, without the anchored key, tuples as lists."""
     if isinstance(structure, dict):
         return {key: raw(item) for key, item in structure.items() if key != "val"}
     if isinstance(structure, (list, tuple)):

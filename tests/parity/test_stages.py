@@ -58,9 +58,7 @@ def validation_twice_an_epoch(run):
 
 def validation_every_second_epoch(run):
     """A validation every other epoch."""
-    run.trainer(max_epochs=4, check_val_every_n_epoch=2).fit(
-        run.module, run.loader(), run.loader()
-    )
+    run.trainer(max_epochs=4, check_val_every_n_epoch=2).fit(run.module, run.loader(), run.loader())
 
 
 def several_epochs(run):
@@ -128,9 +126,7 @@ def limited_by_share(run):
 
 def limited_test(run):
     """Half of the test's loader."""
-    run.results += run.trainer(limit_test_batches=0.5).test(
-        run.module, run.loader(), verbose=False
-    )
+    run.results += run.trainer(limit_test_batches=0.5).test(run.module, run.loader(), verbose=False)
 
 
 def no_validation_batches(run):
@@ -140,9 +136,7 @@ def no_validation_batches(run):
 
 def max_steps(run):
     """A run that ends within its second epoch."""
-    run.trainer(max_epochs=-1, max_steps=run.updates(3)).fit(
-        run.module, run.loader(), run.loader()
-    )
+    run.trainer(max_epochs=-1, max_steps=run.updates(3)).fit(run.module, run.loader(), run.loader())
 
 
 def no_logger(run):

@@ -177,7 +177,9 @@ class LiveRate(Net):
 
 def test_live_values_are_looked_up_at_every_execution():
     """What `live` wraps is called at every replay: the learning rate follows its schedule."""
-    seen = check_parity(LiveRate, lambda run: run.trainer(max_epochs=3).fit(run.module, run.loader()))
+    seen = check_parity(
+        LiveRate, lambda run: run.trainer(max_epochs=3).fit(run.module, run.loader())
+    )
     assert sorted({row.metrics["lr_step"] for row in seen.rows if row.hook == "train"}) == [
         pytest.approx(rate) for rate in (0.0125, 0.025, 0.05)
     ]
@@ -347,7 +349,9 @@ def test_the_largest_int_that_the_device_has_arrives_exactly():
     check_parity(lambda: Net(logs), validate_only)
 
 
-@pytest.mark.parametrize("value", ["text", None, [1.0], object()], ids=["str", "None", "list", "object"])
+@pytest.mark.parametrize(
+    "value", ["text", None, [1.0], object()], ids=["str", "None", "list", "object"]
+)
 def test_a_value_that_lightning_refuses_is_lightnings_own_error(value):
     """The class is that of the CPU run, and it is raised while the step is captured."""
     classes = []

@@ -5,6 +5,7 @@ when a line of this package is reached.
 """
 
 import ast
+import functools
 import importlib
 import inspect
 import sys
@@ -130,6 +131,7 @@ class Point:
         owner = getattr(owner, attribute) if attribute else owner
         plain = inspect.getattr_static(owner, self.name)
 
+        @functools.wraps(plain)
         def raising_on_the_way(*args: Any, **kwargs: Any) -> Any:
             if not self.after:
                 fuse.burn()
@@ -200,3 +202,74 @@ def own_points() -> List[Point]:
         for at in calls
         for after in (False, True)
     ]
+
+
+# -- lines --------------------------------------------------------------------------------------
+
+Line = Tuple[str, int]
+
+#: Functions that put things back: an interrupt in them is one in the handling of another.
+_PUTTING_BACK = frozenset(
+    ("abandon", "end", "_end", "on_exception", "show", "teardown", "stored_by", "_released")
+)
+
+
+class LineFuse(Fuse):
+    """Raises when a line of this package is reached, as Ctrl-C does."""
+
+    def __init__(self, kind: type, line: Line) -> None:
+        super().__init__(kind)
+        self._line = line
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        """Watch for the line while the block runs."""
+
+        def raising_at_a_line(frame: Any, event: str, _: Any) -> Any:
+            place = (frame.f_code.co_filename, frame.f_lineno)
+            if event == "line" and place == self._line and not self.blown:
+                self.burn()
+            return raising_at_a_line if place[0] == self._line[0] else None
+
+        before = sys.gettrace()
+        sys.settrace(raising_at_a_line)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+@contextmanager
+def reached_lines(reached: Dict[Line, None]) -> Iterator[None]:
+    """Note the lines of the callback's side of this package that the block executes."""
+
+    def note(frame: Any, event: str, _: Any) -> Any:
+        file = frame.f_code.co_filename
+        if Path(file).parent != PACKAGE:
+            return None
+        if event == "line":
+            reached[file, frame.f_lineno] = None
+        return note
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def interruptible(lines: Dict[Line, None]) -> List[Line]:
+    """The lines where the program is on its way, not those that handle another exception."""
+    handling: Dict[str, Set[int]] = {}
+    for file in {file for file, _ in lines}:
+        handling[file] = set()
+        for node in ast.walk(ast.parse(Path(file).read_text())):
+            parts: List[ast.stmt] = []
+            if isinstance(node, ast.Try):
+                parts = [*node.finalbody, *(line for h in node.handlers for line in h.body)]
+            elif isinstance(node, ast.FunctionDef) and node.name in _PUTTING_BACK:
+                parts = list(node.body)
+            for part in parts:
+                handling[file].update(range(part.lineno, (part.end_lineno or part.lineno) + 1))
+    return [(file, line) for file, line in lines if line not in handling[file]]

@@ -8,16 +8,10 @@ from typing import Any, Dict, Iterator, Sequence
 
 import torch
 import torchmetrics
+from lightning_in_use import pl
 from torch.utils.data import DataLoader, TensorDataset
 
 from ipu_log_callback import IPULogCallback, IPULogWarning, live
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    try:
-        import pytorch_lightning as pl
-    except ImportError:  # the other distribution
-        import lightning.pytorch as pl
 
 for _name in ("pytorch_lightning", "lightning.pytorch", "lightning"):
     logging.getLogger(_name).setLevel(logging.ERROR)
