@@ -15,6 +15,8 @@ _opts`                                      the strategy gets a clone           
 `._forward_cache`, `._computed`, `._cache`  at once is left as after single ones   0.11-1.9
 `torch.nn.Module._modules`                  metrics step aside while PopTorch      torch 1.13-2.13
                                             moves the module
+`torch.Tensor._version`                     a tensor that was written to between   torch 1.13-2.13
+                                            two calls is logged twice
 ==========================================  =====================================  ==============
 
 Each has a test in `tests/test_compat.py`.
@@ -62,6 +64,7 @@ __all__ = [
     "submodules",
     "trial_results",
     "update_count",
+    "writes_to",
 ]
 
 
@@ -101,9 +104,9 @@ def trial_results(trainer: Any) -> Iterator[None]:
         return
     recorded, attributes = dict(results), dict(vars(results))
     current_fx = connector._current_fx
-    results.clear()
-    vars(results)["log"] = _checks_of_recording(results)
     try:
+        results.clear()
+        vars(results)["log"] = _checks_of_recording(results)
         yield
     finally:
         results.update(recorded)
@@ -140,8 +143,8 @@ def current_hook(module: Any) -> Optional[str]:
 def filed_under(module: Any, hook: str) -> Iterator[None]:
     """File what is logged in the block under `hook`, as Lightning does around a step."""
     before = module._current_fx_name
-    module._current_fx_name = hook
     try:
+        module._current_fx_name = hook
         yield
     finally:
         module._current_fx_name = before
@@ -151,9 +154,9 @@ def filed_under(module: Any, hook: str) -> Iterator[None]:
 def options_replaced(strategy: Any, replacements: Dict[str, Any]) -> Iterator[None]:
     """Give a strategy other `training_opts` or `inference_opts` while the block runs."""
     before = {name: getattr(strategy, "_" + name) for name in replacements}
-    for name, options in replacements.items():
-        setattr(strategy, "_" + name, options)
     try:
+        for name, options in replacements.items():
+            setattr(strategy, "_" + name, options)
         yield
     finally:
         for name, options in before.items():
@@ -208,11 +211,16 @@ def dataloader_suffix(trainer: Any) -> str:
 def last_value(metric: Any, value: Any) -> Iterator[None]:
     """Let Lightning find `value` where it looks for what a metric's last `forward` returned."""
     before = metric._forward_cache
-    metric._forward_cache = value
     try:
+        metric._forward_cache = value
         yield
     finally:
         metric._forward_cache = before
+
+
+def writes_to(tensor: torch.Tensor) -> int:
+    """How often a host tensor was written to in place; 0 where torch does not count."""
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def submodules(module: torch.nn.Module) -> Dict[str, Any]:

@@ -40,10 +40,15 @@ from .selection import Selection
 from .step_errors import explained
 from .structure import tensors_of
 from .wire import Wire, pack
+from .write_watch import WriteWatch
 
 __all__ = ["Capture", "current_capture", "in_trace_mode"]
 
 _ACTIVE = threading.local()
+
+# As imported: who replaces Lightning's methods later need not keep their signatures.
+_LOG_SIGNATURE = inspect.signature(_compat.LightningModule.log)
+_LOG_DICT_SIGNATURE = inspect.signature(_compat.LightningModule.log_dict)
 
 
 def current_capture() -> "Optional[Capture]":
@@ -83,7 +88,7 @@ class Capture:
         self._losses = LossWatch()
         self.takes_anchors = True
         self.anchored_at: Dict[str, str] = {}
-        self._anchors: Dict[int, AnchoredOutput] = {}
+        self._anchors: Dict[Tuple[int, int], AnchoredOutput] = {}
         self._tensors: List[torch.Tensor] = []
         # keeps the originals alive: an anchor is found again by the identity of its tensor
         self._originals: List[torch.Tensor] = []
@@ -97,6 +102,8 @@ class Capture:
         """Run the step's Python with everything that it logs recorded."""
         with ExitStack() as stack:
             stack.enter_context(self._active())
+            # a user may compile in any hook, e.g. load an executable in `on_fit_start`
+            stack.enter_context(_compat.filed_under(self.module, self.step))
             stack.enter_context(_compat.trial_results(self.module.trainer))
             stack.enter_context(_logging_intercepted(self.module))
             stack.enter_context(self._metrics.recorded(self.record_metric))
@@ -104,6 +111,7 @@ class Capture:
             if not self._traced:
                 # in trace mode the tracer alone watches torch's functions
                 stack.enter_context(self._losses)
+                stack.enter_context(WriteWatch(self._anchors.clear))
             return function(*args, **kwargs)
 
     def finish(self, output: Any) -> Tuple[Any, StepRecord, Wire]:
@@ -236,13 +244,14 @@ class Capture:
         if not self._on_device(leaf):
             # the user may change it in place after the step
             return leaf.detach().clone()
-        if id(leaf) not in self._anchors:
-            self._anchors[id(leaf)] = AnchoredOutput(
-                len(self._tensors), tuple(leaf.shape), leaf.dtype
-            )
+        # the tracer tells nobody of writes, but there a tensor has a version
+        key = (id(leaf), _compat.writes_to(leaf) if self._traced else 0)
+        if key not in self._anchors:
+            self._anchors[key] = AnchoredOutput(len(self._tensors), tuple(leaf.shape), leaf.dtype)
             self._originals.append(leaf)
-            self._tensors.append(leaf.detach())
-        return self._anchors[id(leaf)]
+            # cloned: the step may go on to change it in place
+            self._tensors.append(leaf.detach().clone())
+        return self._anchors[key]
 
     def _logged_leaf(self, name: str, site: CallSite, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -311,11 +320,12 @@ class Capture:
         return id(self._metrics.root_of(event.metric))
 
     def _drop(self, name: str, value: Any, site: CallSite) -> None:
-        if name not in self._dropped:
-            if isinstance(value, MetricCall):
-                size = sum(a.bytes for a in anchored_outputs(value))
-            else:
-                size = 4 if isinstance(value, torch.Tensor) and self._on_device(value) else 0
+        if isinstance(value, MetricCall):
+            size = sum(a.bytes for a in anchored_outputs(value))
+        else:
+            size = 4 if isinstance(value, torch.Tensor) and self._on_device(value) else 0
+        # a metric object may be logged under its own path: its calls say what it costs
+        if name not in self._dropped or self._dropped[name].bytes < size:
             self._dropped[name] = DroppedKey(name, size, site)
 
     # -- activity ---------------------------------------------------------------------------
@@ -349,7 +359,6 @@ def _logging_intercepted(module: Any) -> Iterator[None]:
     """
     base = _compat.lightning_class_of(module)
     log, log_dict = base.log, base.log_dict
-    log_signature, dict_signature = inspect.signature(log), inspect.signature(log_dict)
 
     @functools.wraps(log)
     def captured_log(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -357,14 +366,14 @@ def _logging_intercepted(module: Any) -> Iterator[None]:
         if capture is None or capture.module is not self:
             log(self, *args, **kwargs)
             return
-        passed = log_signature.bind(self, *args, **kwargs).arguments
+        passed = _LOG_SIGNATURE.bind(self, *args, **kwargs).arguments
         _, name, value = passed.pop("self"), passed.pop("name"), passed.pop("value")
         capture.record_log(log, name, value, passed)
 
     @functools.wraps(log_dict)
     def captured_log_dict(self: Any, *args: Any, **kwargs: Any) -> None:
         capture = current_capture()
-        passed = dict_signature.bind(self, *args, **kwargs).arguments
+        passed = _LOG_DICT_SIGNATURE.bind(self, *args, **kwargs).arguments
         _, dictionary = passed.pop("self"), passed.pop("dictionary")
         if capture is None or capture.module is not self:
             log_dict(self, *args, **kwargs)

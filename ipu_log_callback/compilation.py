@@ -16,8 +16,8 @@ from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional
 
 import torch
 
-from .capture import Capture, in_trace_mode
-from .errors import SecondLossError, names_text, report
+from .capture import Capture, current_capture, in_trace_mode
+from .errors import IPULogWarning, SecondLossError, names_text, report
 from .metrics import Metrics
 from .record import AnchoredCall, AnchoredOutput, LoggedCall, StepRecord
 from .selection import Selection
@@ -43,6 +43,7 @@ class Compilation:
         module: The LightningModule.
         selection: Which keys to anchor.
         capturing: Makes what else holds around the step's Python while it is captured.
+        check: Refuses a step record before PopTorch starts its long compilation.
     """
 
     def __init__(
@@ -50,12 +51,15 @@ class Compilation:
         module: Any,
         selection: Selection,
         capturing: Callable[[Capture], ContextManager[None]],
+        check: Callable[[StepRecord], None],
     ) -> None:
         self._module = module
         self._selection = selection
         self._capturing = capturing
+        self._check = check
         self._metrics = Metrics(module)
         self._traced = False
+        self._kept: List[warnings.WarningMessage] = []
         self.record: Optional[StepRecord] = None
         self.wire = Wire()
 
@@ -77,14 +81,16 @@ class Compilation:
                 if "Multiple independent losses found" in str(error) and self.record is not None:
                     raise _second_loss(self.record, error) from error
                 raise
+        for kept in self._kept:
+            warnings.warn_explicit(kept.message, kept.category, kept.filename, kept.lineno)
 
     @contextmanager
     def _steps_captured(self) -> Iterator[None]:
         attributes = vars(self._module)
         before = {step: attributes.get(step, _ABSENT) for step in STEPS}
-        for step in STEPS:
-            attributes[step] = self._captured(step, getattr(self._module, step))
         try:
+            for step in STEPS:
+                attributes[step] = self._captured(step, getattr(self._module, step))
             yield
         finally:
             for step, original in before.items():
@@ -97,22 +103,43 @@ class Compilation:
         # `wraps` keeps the signature: Lightning decides by it what to pass
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if current_capture() is not None:
+                return function(*args, **kwargs)  # called by another step, and part of that
             self._traced = self._traced or in_trace_mode()
             # `torch.jit.trace` checks its graph: it runs the step again, the last time untraced,
             # and compares. Those runs must return what the first one did; its record holds.
             again = self._traced and self.record is not None
             capture = Capture(self._module, step, self._selection, self._metrics, self._traced)
-            with self._metrics.shown(), warnings.catch_warnings():
-                if again:
-                    warnings.simplefilter("ignore")
+            with self._metrics.shown(), self._warnings_kept(again):
                 with self._capturing(capture):
                     output = capture.run(function, *args, **kwargs)
                 packed, record, wire = capture.finish(output)
+                self._check(record)
             if not again:
                 self.record, self.wire = record, wire
             return packed
 
         return run
+
+    @contextmanager
+    def _warnings_kept(self, again: bool) -> Iterator[None]:
+        """In trace mode, keep this package's warnings until PopTorch lets warnings out again.
+
+        It drops what is warned of while it traces (PopTorch 2.6 `_poplar_executor.py`,
+        `_trace_with_warning_filter`).
+
+        Args:
+            again: Whether the step was captured before: its warnings are kept already.
+        """
+        if not self._traced:
+            yield
+            return
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore")
+            if not again:
+                warnings.simplefilter("always", IPULogWarning)
+            yield
+        self._kept += caught or ()
 
 
 @contextmanager

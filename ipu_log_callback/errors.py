@@ -19,6 +19,7 @@ __all__ = [
     "MissingExtraError",
     "MissingStepRecordError",
     "OutputModeError",
+    "ProcessMismatchError",
     "SecondLossError",
     "StepCaptureError",
     "UnknownKeyError",
@@ -59,6 +60,10 @@ class OutputModeError(IPULogError):
     """The output mode that the user insists on cannot give what a logged call needs."""
 
 
+class ProcessMismatchError(IPULogError):
+    """The processes of a launch do not fit together: their number, or what they log."""
+
+
 class UnknownTensorError(IPULogError):
     """The compiled step has no tensor of a name that was asked for. Raised by the compilation."""
 
@@ -77,12 +82,14 @@ class MissingExtraError(IPULogError, ImportError):
         call: What needs it, as a user types it.
         package: The package.
         extra: The extra that installs it.
+        **rows: Rows of the message, before what to type.
     """
 
-    def __init__(self, call: str, package: str, extra: str) -> None:
+    def __init__(self, call: str, package: str, extra: str, **rows: str) -> None:
         super().__init__(
             report(
                 f"`{call}` needs {package}, which is not installed",
+                **rows,
                 fix=f"pip install 'ipu-log-callback[{extra}]'",
             )
         )

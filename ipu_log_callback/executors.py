@@ -6,9 +6,9 @@ subclass of one, or a user's own call all get what the step returned.
 """
 
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
-from typing import Any, Callable, ContextManager, Iterator, Optional
+from typing import Any, Callable, ContextManager, Iterator, NamedTuple, Optional
 
 import torch
 
@@ -16,6 +16,7 @@ from .compilation import Compilation
 from .errors import MissingStepRecordError, report, warn
 from .geometry import Geometry, fold
 from .inspection import Inspector
+from .processes import Processes
 from .record import AnchoredCall, AnchoredOutput, LoggedCall, StepRecord
 from .replay import Replay
 from .selection import Selection
@@ -24,8 +25,7 @@ from .wire import Returned, Wire
 __all__ = ["Execution", "ExecutorListener"]
 
 
-@dataclass(frozen=True)
-class Execution:
+class Execution(NamedTuple):
     """The anchored outputs of one execution, waiting to be replayed.
 
     Args:
@@ -54,6 +54,7 @@ class ExecutorListener:
         on_compiled: Called with the listener after every compilation.
         inspector: Looks at what else the executor holds.
         notice: Says, while its block runs, that the step is being compiled.
+        processes: Those that the executor's options tell of, if there are several.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ExecutorListener:
         on_compiled: "Callable[[ExecutorListener], None]",
         inspector: Inspector,
         notice: Callable[[], ContextManager[None]],
+        processes: Optional[Processes] = None,
     ) -> None:
         self.executor = executor
         self._module = module
@@ -77,12 +79,12 @@ class ExecutorListener:
         self._on_compiled = on_compiled
         self._inspector = inspector
         self._notice = notice
+        self.processes = processes
         self.record: Optional[StepRecord] = None
         self.wire = Wire()
         self.fetched: Geometry
         self.own: Geometry
         self._replay: Optional[Replay] = None
-        self._compiles = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -97,25 +99,30 @@ class ExecutorListener:
             executor.__class__ = plain
 
     @contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Capture what is compiled in the block, if anything is."""
-        self._compiles = not self.executor.isCompiled()
-        if not self._compiles:
+    def compiling(self, anew: bool = False) -> Iterator[None]:
+        """Capture what is compiled in the block, if anything is.
+
+        Args:
+            anew: Whether it compiles even if the executor is compiled already.
+        """
+        if self.executor.isCompiled() and not anew:
             yield
             return
         self.record = None
-        compilation = Compilation(self._module, self._selection, self._inspector.capturing)
+        compilation = Compilation(
+            self._module, self._selection, self._inspector.capturing, self._check
+        )
         with self._notice(), self._inspector.compiling(), compilation.under_way():
             yield
         if compilation.record is not None:
             self._prepare(compilation.record, compilation.wire)
 
-    def received(self, returned: Any, seconds: float) -> Any:
+    def received(self, returned: Any, seconds: Optional[float]) -> Any:
         """Take one execution's outputs apart; returns what the step returned.
 
         Args:
             returned: What the executor returned.
-            seconds: What that took.
+            seconds: What that took; `None` if it compiled first.
         """
         if self.record is None:
             if self._selection:
@@ -123,11 +130,14 @@ class ExecutorListener:
             return returned
         output, anchored = self.wire.unpack(returned, self.own, self.fetched)
         if self._replay is not None:
-            taken = None if self._compiles else seconds
-            self._on_execution(Execution(self._replay, anchored, self, taken))
+            self._on_execution(Execution(self._replay, anchored, self, seconds))
         if isinstance(output, dict) and self.wire.carries_anchored:
             output = self._with_anchored(output, anchored)
         return output
+
+    def _check(self, record: StepRecord) -> None:
+        if self.processes is not None:
+            self.processes.check(record)
 
     def _prepare(self, record: StepRecord, wire: Wire) -> None:
         self.record, self.wire = record, wire
@@ -171,17 +181,20 @@ def _listening_class(plain: Any, listener: ExecutorListener) -> type:
     """A subclass of the executor's class that lets the listener see what comes and goes."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        started = perf_counter()
+        if self.isCompiled():
+            started = perf_counter()
+            returned = plain.__call__(self, *args, **kwargs)
+            return listener.received(returned, perf_counter() - started)
         with listener.compiling():
             returned = plain.__call__(self, *args, **kwargs)
-        return listener.received(returned, perf_counter() - started)
+        return listener.received(returned, None)
 
     def compile_only(self: Any, *args: Any, **kwargs: Any) -> None:
         with listener.compiling():
             plain.compile(self, *args, **kwargs)
 
     def load_executable(self: Any, *args: Any, **kwargs: Any) -> None:
-        with listener.compiling():
+        with listener.compiling(anew=True):
             plain.loadExecutable(self, *args, **kwargs)
 
     members = {

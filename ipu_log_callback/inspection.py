@@ -8,7 +8,7 @@ compile their price is told; after every n-th execution they are stored in
 import logging
 import re
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set
 
 import torch
 
@@ -53,6 +53,7 @@ class Inspector:
         self._named = NamedAnchors(trainer, module, settings)
         self._histograms: Optional[HistogramLogger] = None
         self._executions: Dict[int, int] = {}
+        self._seen_enough: Set[int] = set()
 
     # -- before the first execution ---------------------------------------------------------
 
@@ -119,6 +120,7 @@ class Inspector:
 
     def compiled(self, listener: Any) -> None:
         """Tell the price, and refuse an output mode that cannot give what is asked for."""
+        self._seen_enough.discard(id(listener))
         if not self.settings.enabled:
             return
         self._check_output_mode(listener)
@@ -190,10 +192,14 @@ class Inspector:
             log: Lightning's `self.log`.
         """
         listener, step = execution.listener, execution.listener.record.step
+        if id(listener) in self._seen_enough:
+            return
         count = self._executions.get(id(listener), 0)
         self._executions[id(listener)] = count + 1
         if count == 0:
             self._complete_cost(listener)
+            if not self.watches(listener):
+                self._seen_enough.add(id(listener))
         if count % self.settings.every_n_executions:
             return
         if self.settings.histograms and self._histograms is None:

@@ -48,6 +48,9 @@ class Metrics:
         self._homes: List[_Home] = []
         self._search(module, "", set())
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._found)
+
     def root_of(self, metric: object) -> Any:
         """The collection that a metric belongs to, or the metric itself."""
         return self._roots.get(id(metric), metric)
@@ -94,9 +97,9 @@ class Metrics:
             only_with_state: Only those that have parameters or buffers: PopTorch would make them
                 its own, and every look at them on the host would copy all weights.
         """
-        for home in self._homes:
-            home.hide(only_with_state)
         try:
+            for home in self._homes:
+                home.hide(only_with_state)
             yield
         finally:
             for home in self._homes:
@@ -105,9 +108,9 @@ class Metrics:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Put the metrics back inside a `hidden` block: the step's own Python must find them."""
-        for home in self._homes:
-            home.show()
         try:
+            for home in self._homes:
+                home.show()
             yield
         finally:
             for home in self._homes:
@@ -141,12 +144,15 @@ class _Home:
     def __init__(self, children: Dict[str, Any]) -> None:
         self._children = children
         self._whole = dict(children)
+        self._hidden = False
 
     def hide(self, only_with_state: bool = False) -> None:
-        self._whole = dict(self._children)
+        if not self._hidden:  # else an interrupt came before it was shown: forget nothing
+            self._whole = dict(self._children)
+        self._hidden = True
         for name, child in self._whole.items():
             if is_metric(child) and not (only_with_state and _stateless(child)):
-                del self._children[name]
+                self._children.pop(name, None)
 
     def show(self) -> None:
         visible = dict(self._children)
@@ -155,6 +161,7 @@ class _Home:
             if name in visible or is_metric(child):
                 self._children[name] = visible.pop(name, child)
         self._children.update(visible)
+        self._hidden = False
 
 
 def result_keys(metric: object) -> Optional[List[str]]:

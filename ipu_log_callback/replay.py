@@ -29,7 +29,7 @@ from .record import (
 )
 from .wire import Returned, Wire
 
-__all__ = ["Replay", "reduction_of"]
+__all__ = ["Replay", "over_processes", "reduction_of"]
 
 LogFunction = Callable[..., None]
 
@@ -69,6 +69,33 @@ def _reducer_of(options: Mapping[str, Any]) -> str:
     return f"Python's {reduction}" if options.get("reduce_fx") in (min, max) else reduction
 
 
+def over_processes(
+    values: Sequence[Any], weights: Optional[Sequence[int]], options: Mapping[str, Any]
+) -> torch.Tensor:
+    """Reduce one number of every process as the logged call's `reduce_fx` does.
+
+    Args:
+        values: The numbers.
+        weights: What each counts in a mean; `None` if all count the same.
+        options: The logged call's.
+    """
+    # as they came from the device, or Python's own: neither loses anything
+    numbers = torch.tensor(values, dtype=None if _are_whole(values) else torch.double)
+    reduction = _reducer_of(options)
+    if reduction != "mean":
+        reduced = _REDUCTIONS[reduction](numbers)
+    elif weights is not None and sum(weights) > 0:
+        scale = torch.tensor(weights, dtype=torch.double)
+        reduced = (numbers * scale).sum() / scale.sum()
+    else:
+        reduced = numbers.double().mean()
+    return reduced.to(torch.get_default_dtype()) if reduced.is_floating_point() else reduced
+
+
+def _are_whole(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int) for value in values)
+
+
 class Replay:
     """The way back of one compiled step; prepared once, called after every execution.
 
@@ -87,7 +114,9 @@ class Replay:
         self._columns: Dict[int, Tuple[bool, int]] = {}
         for is_float, group in ((True, wire.floats), (False, wire.integers)):
             self._columns.update({a.index: (is_float, n) for n, a in enumerate(group)})
-        self._logged = [(event, self._options_of(event)) for event in record.logged]
+        self._logged = [
+            (event, self._options_of(event), self._column_of(event)) for event in record.logged
+        ]
         self._metrics = MetricReplay(record, geometry.results)
         _check_output_mode(record, geometry)
 
@@ -97,6 +126,7 @@ class Replay:
         log: LogFunction,
         log_dict: LogFunction,
         seen: Optional[Callable[[torch.Tensor], None]] = None,
+        finish: Optional[Callable[[], None]] = None,
     ) -> None:
         """Replay one execution.
 
@@ -105,13 +135,18 @@ class Replay:
             log: Called as `log(name, value, **options)`.
             log_dict: Called as `log_dict(collection, names, **options)`.
             seen: Called after `log` with the micro-batch values, `[results]`, where there are any.
+            finish: Called at last, while metric objects still show the execution's values.
         """
         if not self._metrics:
             self._replay_logged(returned, {}, log, log_dict, seen)
+            if finish is not None:
+                finish()
             return
         results = self._metrics(returned)
         with self._metrics.execution_values(results):
             self._replay_logged(returned, results, log, log_dict, seen)
+            if finish is not None:
+                finish()
 
     def _replay_logged(
         self,
@@ -122,29 +157,36 @@ class Replay:
         seen: Optional[Callable[[torch.Tensor], None]],
     ) -> None:
         reduced: Dict[Tuple[bool, str], Sequence[torch.Tensor]] = {}
-        for event, options in self._logged:
+        for event, options, place in self._logged:
             if isinstance(event, LoggedCollection):
                 log_dict(event.collection, event.names, **options)
                 continue
             if isinstance(event, LoggedResults):
                 self._replay_results(event, results, log)
                 continue
-            name, value = event.name, event.value
-            # a key's reduction is cheap because all keys of a kind are reduced in one operation
-            if isinstance(value, AnchoredOutput) and "batch_size" not in event.options:
-                is_float, column = self._columns[value.index]
-                kind = (is_float, _reducer_of(options))
+            if place is not None:
+                # a key's reduction is cheap because all keys of a kind are reduced in one operation
+                kind, column = place
                 if kind not in reduced:
                     reduced[kind] = self._reduced_columns(returned, *kind)
-                log(name, reduced[kind][column], **options)
+                log(event.name, reduced[kind][column], **options)
             else:
                 value, weight = self._value(event, returned, results)
                 weighed = options if weight is None else dict(options, batch_size=weight)
-                log(name, value, **weighed)
+                log(event.name, value, **weighed)
             if seen is not None and self._geometry.micro_batches_per_result == 1:
                 values = self._micro_batches(event.value, returned, results)
                 if values is not None:
                     seen(values)
+
+    def _column_of(self, event: Any) -> Optional[Tuple[Tuple[bool, str], int]]:
+        """Where a call's value stands among all scalars: their kind, and its column there."""
+        if not isinstance(event, LoggedCall) or not isinstance(event.value, AnchoredOutput):
+            return None
+        if isinstance(event.options.get("batch_size"), AnchoredOutput):
+            return None  # weighted one by one
+        is_float, column = self._columns[event.value.index]
+        return (is_float, _reducer_of(event.options)), column
 
     def _options_of(self, event: Any) -> Dict[str, Any]:
         """The call's options, its `batch_size` counted for the whole execution."""
@@ -214,10 +256,9 @@ class Replay:
     def _host_value(self, leaf: Any, reduction: str) -> Any:
         """A value that was not computed on the device: the same in every micro-batch."""
         value = leaf.function() if isinstance(leaf, LiveValue) else leaf
-        if reduction == "sum" and isinstance(value, (Number, torch.Tensor)):
-            # a CPU run adds it up once a micro-batch
-            return value * self._geometry.micro_batches
-        return value
+        is_number = isinstance(value, (Number, torch.Tensor))
+        # a CPU run adds it up once a micro-batch
+        return value * self._geometry.micro_batches if is_number and reduction == "sum" else value
 
     def _micro_batches(
         self, leaf: Any, returned: Returned, results: Results

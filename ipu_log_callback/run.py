@@ -15,6 +15,7 @@ from .geometry import Geometry
 from .history import ExecutionRow
 from .inspection import Inspector
 from .metrics import Metrics
+from .processes import Processes, SharedReplay, metrics_synchronised
 from .selection import Selection
 
 __all__ = ["Run"]
@@ -51,6 +52,8 @@ class Run:
         self._exact = exact
         self._tell_dropped = tell_dropped
         self._inspector = inspector
+        # Lightning's own method: an override of the user's has run at capture
+        self._lightning_log = functools.partial(_compat.lightning_class_of(module).log, module)
         self._own_modes: Dict[bool, Geometry] = {}
         self._pending: Optional[Execution] = None
         self._row: Optional[ExecutionRow] = None
@@ -100,7 +103,8 @@ class Run:
         """The trainer is through with an execution: it is replayed by now at the latest."""
         execution, self._pending = self._pending, None
         if execution is not None and execution.replay.record.step == step:
-            self._replay(execution, step)
+            with _compat.filed_under(self._module, step):
+                self._replay(execution, step)
         row, self._row = self._row, None
         if row is not None:
             row.keep()
@@ -108,19 +112,28 @@ class Run:
     def _replay(self, execution: Execution, step: str) -> None:
         started = perf_counter()
         row = self._row = self._callback.history.execution(self._trainer, step)
-        with _compat.filed_under(self._module, step):
+        # what nobody looks at again goes straight to Lightning
+        log = self._lightning_log if row is None else self._log
+        seen = row and row.micro_batches
+        processes = execution.listener.processes
+        if processes is None or not processes.can_exchange:
+            execution.replay(execution.returned, log, self._log_collection, seen)
+        else:
+            moment = f"{step} in epoch {self._trainer.current_epoch}"
+            shared = SharedReplay(moment, log, self._log_collection, seen)
             execution.replay(
-                execution.returned, self._log, self._log_collection, row and row.micro_batches
+                execution.returned, shared.log, shared.log_dict, shared.seen, shared.finish
             )
-            self._inspector.look(execution, self._log)
-            if self._inspector.settings.measure_cost:
-                self._inspector.measure(execution, perf_counter() - started, self._log)
+        self._inspector.look(execution, log)
+        if self._inspector.settings.measure_cost:
+            self._inspector.measure(execution, perf_counter() - started, log)
 
     def tell(self) -> None:
         """Say once what was logged and not selected, and what was selected and never logged."""
         self._warn_of_dropped()
         self._inspector.tell()
-        for pattern, nearest in self._selection.unmatched() if self.listeners else ():
+        ran = any(listener.record is not None for listener in self.listeners)
+        for pattern, nearest in self._selection.unmatched() if ran else ():
             warn(
                 report(
                     f"`IPULogCallback(keys=[{pattern!r}])` selected nothing in this run",
@@ -190,11 +203,21 @@ class Run:
                     type(self._module).__name__,
                     STEP_OF_STAGE[stage_name],
                 ),
+                Processes.of(executor.options),
             )
             self.listeners.append(listener)
             self._undo.enter_context(listener.listening())
         self._inspector.declare(strategy.model, self.listeners)
+        if any(h.processes is not None and h.processes.can_exchange for h in self.listeners):
+            self._act_together(strategy)
         return result
+
+    def _act_together(self, strategy: Any) -> None:
+        """Metrics compute, and callbacks decide, over all processes of the launch."""
+        self._undo.enter_context(metrics_synchronised(Metrics(self._module)))
+        self._undo.enter_context(
+            _instance_attribute(strategy, "reduce_boolean_decision", Processes.decide)
+        )
 
     def _executed(self, execution: Execution) -> None:
         """Replay an execution in the trainer's own step, where a CPU run logs.
@@ -220,8 +243,7 @@ class Run:
     # -- logging ----------------------------------------------------------------------------
 
     def _log(self, name: str, value: Any, **options: Any) -> None:
-        # Lightning's own method: an override of the user's has run at capture
-        _compat.lightning_class_of(self._module).log(self._module, name, value, **options)
+        self._lightning_log(name, value, **options)
         if self._row is not None:
             self._row.logged(name, value, options)
 

@@ -12,7 +12,7 @@ Two forms, for PopTorch's two ways of seeing a step:
   host and is rebuilt there.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
@@ -71,7 +71,7 @@ class Wire:
             anchored outputs.
         """
         output, anchored = self._split(returned)
-        if own != fetched:
+        if own is not fetched and own != fetched:
             shapes = iter(self.own_shapes)
             output = map_tensors(output, lambda tensor: fold(tensor, next(shapes), own))
         return output, Returned(self, anchored)
@@ -85,7 +85,6 @@ class Wire:
         return output, tuple(rest)
 
 
-@dataclass(frozen=True)
 class Returned:
     """The anchored outputs of one execution, on the host.
 
@@ -94,9 +93,12 @@ class Returned:
         tensors: The anchored tensors in the wire's order.
     """
 
-    wire: Wire
-    tensors: Sequence[torch.Tensor]
-    _positions: Dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
+    __slots__ = ("_positions", "tensors", "wire")
+
+    def __init__(self, wire: Wire, tensors: Sequence[torch.Tensor]) -> None:
+        self.wire = wire
+        self.tensors = tensors
+        self._positions: Dict[int, torch.Tensor] = {}
 
     @property
     def floats(self) -> torch.Tensor:
@@ -175,7 +177,9 @@ def pack(
         flat=None if structured else (map_tensors(output, lambda _: _.new_empty(0)),),
     )
     if structured:
-        return ((output, tuple(packed)) if packed else output), wire
+        # PopTorch keeps the containers as its template: a step may go on to change its own
+        kept = map_tensors(output, lambda tensor: tensor)
+        return ((kept, tuple(packed)) if packed else output), wire
     if not packed and (output is None or isinstance(output, torch.Tensor)):
         return output, wire
     return (*own, *packed), wire

@@ -14,7 +14,10 @@ settings.register_profile("thorough", max_examples=5000, deadline=None)
 settings.load_profile("everyday")
 
 #: Suites whose modules train on the IPU strategy, or import `poptorch` in their steps.
-ON_THE_EMULATOR = ["doctor", "inspection", "parity", "robustness", "shown", "test_messages.py"]
+ON_THE_EMULATOR = [
+    *("doctor", "eras", "inspection", "parity", "processes", "robustness", "shown"),
+    "test_messages.py",
+]
 
 # Lightning from 2.1 on has no IPU strategy: nothing of these can run.
 collect_ignore = [] if STRATEGIES else [name for name in ON_THE_EMULATOR if name != "doctor"]

@@ -40,8 +40,9 @@ class Request:
         arguments: The first micro-batch.
         training: Whether weights are to be trained.
         geometry: Micro-batches of an execution.
-        gradients_summed: Whether gradients are summed over accumulation and replicas instead of
-            averaged.
+        processes: Processes among which the model is trained.
+        gradients_summed: Whether gradients are summed over accumulation, replicas and processes
+            instead of averaged.
         buffers_broadcast: Whether replicas must have equal buffers.
         anchors: Names of anchored tensors.
         traced: Whether the front end is `torch.jit.trace` and not the dispatcher.
@@ -52,6 +53,7 @@ class Request:
     arguments: Arguments
     training: bool
     geometry: Geometry
+    processes: int
     gradients_summed: bool
     buffers_broadcast: bool
     anchors: List[str]
@@ -62,11 +64,14 @@ class Request:
 def compile_step(request: Request) -> Tuple[Executable, Any]:
     """Compile; return the executable and the step's result, to be filled with outputs."""
     recorder = Recorder()
+    gradients = torch.is_grad_enabled()
     try:
-        result = (_trace_step if request.traced else _run_step)(request, recorder)
-        recorder.graph.fold_constants(recorder.values)
-        recorder.graph.remove_dead_calls()
-        return _build(request, recorder), result
+        # In inference mode PyTorch does not count writes, by which the recorder finds them.
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+            result = (_trace_step if request.traced else _run_step)(request, recorder)
+            recorder.graph.fold_constants(recorder.values)
+            recorder.graph.remove_dead_calls()
+            return _build(request, recorder), result
     finally:
         recorder.close()
 
@@ -202,6 +207,7 @@ def _build(request: Request, recorder: Recorder) -> Executable:
         written_inputs=written,
         loss=None if loss is None else len(wanted),
         loss_scale=_loss_scale(request),
+        processes=request.processes,
     )
     program = compile_program(
         graph, wanted if loss is None else [*wanted, loss], no_grad=not request.training
@@ -215,4 +221,5 @@ def _build(request: Request, recorder: Recorder) -> Executable:
 def _loss_scale(request: Request) -> float:
     if request.gradients_summed:
         return 1.0
-    return 1.0 / (request.geometry.accumulation * request.geometry.replicas)
+    geometry = request.geometry
+    return 1.0 / (geometry.accumulation * geometry.replicas * request.processes)

@@ -27,7 +27,7 @@ def _ipu_print_tensor(self: torch.Tensor, title: str, print_gradient: int) -> to
     _print(title, self)
     printed = self.clone()
     if print_gradient and printed.requires_grad:
-        printed.register_hook(  # type: ignore[no-untyped-call]  # torch does not annotate it
+        printed.register_hook(
             lambda grad: _print(f"{title}_gradient", grad)
         )
     return printed
@@ -69,7 +69,7 @@ OPERATORS: List[Tuple[str, Callable[..., Any]]] = [
 ]
 
 # Kept alive here: dropping a library unregisters its operators.
-_library: Any = torch.library.Library("poptorch", "DEF")  # type: ignore[no-untyped-call]  # as above
+_library: Any = torch.library.Library("poptorch", "DEF")
 for _schema, _implementation in OPERATORS:
     _library.define(_schema)
     _library.impl(_schema.split("(")[0], _implementation)

@@ -9,6 +9,7 @@ import torch
 from ipu_log_callback.emulator.anchors import AnchorReader
 from ipu_log_callback.emulator.batching import Collector, Geometry, micro_batches
 from ipu_log_callback.emulator.device_optimizer import DeviceOptimizer
+from ipu_log_callback.emulator.exchange import add_up
 from ipu_log_callback.emulator.program import Program
 from ipu_log_callback.emulator.tracing import to_device_dtype
 
@@ -33,6 +34,7 @@ class Layout:
             outputs.
         loss: Number of the final loss among the program's values, or ``None``.
         loss_scale: What a micro-batch's gradients are multiplied with before they are summed up.
+        processes: Processes whose gradients are summed up.
     """
 
     geometry: Geometry
@@ -45,6 +47,7 @@ class Layout:
     written_inputs: List[int]
     loss: Optional[int]
     loss_scale: float
+    processes: int
 
 
 class Executable:
@@ -160,6 +163,7 @@ class Executable:
                         kept = value.detach()
                         collector.add(kept.clone() if snapshot else kept, step, replica)
                 if self.optimizer is not None and (step + 1) % geometry.accumulation == 0:
+                    self._exchange_gradients()
                     self.optimizer.step()
                 self._collect_anchors(anchored, read, step)
         outputs = [
@@ -212,6 +216,11 @@ class Executable:
             name: torch.zeros_like(param) if grad is None else grad
             for name, param, grad in zip(self.layout.trained, params, grads)
         }
+
+    def _exchange_gradients(self) -> None:
+        if self.layout.processes > 1:
+            params = (self.weights[name] for name in self.layout.trained)
+            add_up([param.grad for param in params if param.grad is not None])
 
     def _collect_anchors(
         self, anchored: Dict[str, Collector], read: List[Dict[str, torch.Tensor]], step: int

@@ -108,6 +108,7 @@ class PoplarExecutor(Inspection):
             arguments=settings.first_micro_batch(arguments, geometry),
             training=self._training,
             geometry=geometry,
+            processes=self._options.Distributed.numProcesses,
             gradients_summed=(
                 self._options.Training.accumulation_and_replication_reduction_type
                 == ReductionType.Sum

@@ -53,7 +53,7 @@ class ProcessPart:
         order = torch.randperm(len(self._dataset), generator=self._generator)
         if self._order is None:
             # In shared memory, so that workers that live on see every new order.
-            self._order = order.share_memory_()  # type: ignore[no-untyped-call]  # torch's
+            self._order = order.share_memory_()
         else:
             self._order.copy_(order)
         self._take_leftover = not self._take_leftover

@@ -8,7 +8,8 @@ from ipu_log_callback.emulator.arguments import Arguments
 from ipu_log_callback.emulator.batching import Geometry, narrow_to_micro_batch
 from ipu_log_callback.emulator.console import logger
 from ipu_log_callback.emulator.enums import OutputMode
-from ipu_log_callback.emulator.errors import NotEmulatedError, backend_error, python_error
+from ipu_log_callback.emulator.errors import backend_error, python_error
+from ipu_log_callback.emulator.exchange import check_processes
 from ipu_log_callback.emulator.execution_strategies import PipelinedExecution, ShardedExecution
 from ipu_log_callback.emulator.options import Options
 
@@ -26,10 +27,8 @@ def own_options(options: Optional[Options], training: bool) -> Options:
         raise python_error(
             f"Invalid type: 'options' is of type {type(options)} (Expected poptorch.Options)"
         )
-    if options.Distributed.numProcesses > 1:
-        raise NotEmulatedError(
-            "Options.Distributed with several processes", "there is no exchange between processes"
-        )
+    if training and options.Distributed.numProcesses > 1:
+        check_processes(options.Distributed.numProcesses)
     if options.defaultOutputMode():
         options.outputMode(OutputMode.Final if training else OutputMode.All)
     if not training and options.Training.gradient_accumulation != 1:

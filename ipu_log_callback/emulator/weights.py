@@ -12,7 +12,7 @@ import copyreg
 import itertools
 import weakref
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Protocol, Tuple
+from typing import Any, Dict, Iterator, List, Protocol
 
 import torch
 
@@ -34,8 +34,6 @@ class StaleWeights(Protocol):
 
 
 _wrapper_types: "weakref.WeakSet[type]" = weakref.WeakSet()
-# Shallow copies under way: by id, the copy and the class that it shall get.
-_copies: Dict[int, Tuple[Any, type]] = {}
 
 
 def is_wrapped(value: Any) -> bool:
@@ -52,28 +50,35 @@ def _set_class(value: Any, cls: type) -> None:
     object.__setattr__(value, "__class__", cls)
 
 
-def _reduce(value: Any) -> Tuple[Any, Tuple[Any]]:
-    """Copy or pickle a wrapped object: a copy stays wrapped, what is loaded from a file is not."""
+def _copied(value: Any) -> Any:
+    """Copy a wrapped object; the copy is wrapped, too."""
+    twin = _plain_copy(value)
+    _set_class(twin, type(value))
+    return twin
+
+
+def _reduce(value: Any) -> Any:
+    """Pickle a wrapped object: what is loaded from a file is not wrapped.
+
+    The file holds nothing of this module, so that it can be loaded without it.
+    """
+    # protocol 1: the later ones insist on the class of the object that is being pickled
+    return _plain_copy(value).__reduce_ex__(1)
+
+
+def _plain_copy(value: Any) -> Any:
     # An attribute access, so that stale weights come to the host first.
     wrapper = value.__class__
     _set_class(value, _base(wrapper))
     try:
-        twin = copy.copy(value)
+        return copy.copy(value)
     finally:
         _set_class(value, wrapper)
-    _copies[id(twin)] = (twin, wrapper)
-    return _restore, (twin,)
-
-
-def _restore(twin: Any) -> Any:
-    known, wrapper = _copies.pop(id(twin), (None, None))
-    if known is twin and wrapper is not None:
-        _set_class(twin, wrapper)
-    return twin
 
 
 def _register(wrapper: type) -> type:
     _wrapper_types.add(wrapper)
+    wrapper.__copy__ = _copied  # type: ignore[attr-defined]  # `copy` asks for it before `copyreg`
     copyreg.pickle(wrapper, _reduce)
     return wrapper
 
@@ -91,7 +96,7 @@ def _parameter_type(parent: Any) -> type:
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             # Its mere presence makes PyTorch read an attribute before it uses the tensor.
-            return super().__torch_function__(func, types, args, kwargs or {})
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # of torch
 
         def replicaGrouping(self, *args: Any) -> None:
             """Refused: all replicas have the same weights."""
@@ -112,7 +117,7 @@ def _buffer_type(parent: Any) -> type:
         def __torch_function__(
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            return super().__torch_function__(func, types, args, kwargs or {})
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # of torch
 
     return _register(PoptorchBuffer)
 

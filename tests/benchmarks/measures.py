@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import torchmetrics
 
 from ipu_log_callback import IPULogCallback, emulator
-from ipu_log_callback.run import Run
+from ipu_log_callback.executors import ExecutorListener
 
 from .steps import PEERS, InHook, InStep, Silent, Stopwatch, emulated, fit, host_seconds
 
@@ -151,12 +151,12 @@ def metrics(quick: bool) -> List[Row]:
     ratios = []
     for _ in range(1 if quick else 5):
         watch = Stopwatch()
-        original = Run.replay
-        Run.replay = watch.timed(original)  # type: ignore[method-assign]
+        original = ExecutorListener.received
+        ExecutorListener.received = watch.timed(original)  # type: ignore[method-assign]
         try:
             fit(_Metric(watch), True, 16, executions, [IPULogCallback("*")])
         finally:
-            Run.replay = original  # type: ignore[method-assign]
+            ExecutorListener.received = original  # type: ignore[method-assign]
         metric = torchmetrics.F1Score(task="multiclass", num_classes=3, average="macro")
         logging = host_seconds("(a) self.log on CPU", 1, 1, executions)
         out, y = torch.randn(32, 3), torch.randint(0, 3, (32,))
@@ -191,13 +191,13 @@ def scaling(quick: bool) -> List[Row]:
     """5: linear in keys, flat in executions."""
     executions = 400 if quick else 20_000
     watch, growth = Stopwatch(), _Growth(executions)
-    original = Run.replay
-    Run.replay = watch.timed(original)  # type: ignore[method-assign]
+    original = ExecutorListener.received
+    ExecutorListener.received = watch.timed(original)  # type: ignore[method-assign]
     tracemalloc.start()
     try:
         fit(InStep(10, watch), True, 1, executions, [IPULogCallback("*"), growth])
     finally:
-        Run.replay = original  # type: ignore[method-assign]
+        ExecutorListener.received = original  # type: ignore[method-assign]
         tracemalloc.stop()
     half = len(watch.laps) // 2
     early, late = median(watch.laps[10:half]), median(watch.laps[half:])

@@ -72,6 +72,8 @@ class Setting:
         output_mode: The callback's argument.
         keys: The callback's argument.
         micro_batch: Samples of a micro-batch.
+        strategy: Makes the strategy, given `training_opts` and `inference_opts`; Lightning's own
+            `IPUStrategy` if there is none.
     """
 
     iterations: int = 2
@@ -83,6 +85,7 @@ class Setting:
     output_mode: str = "auto"
     keys: Union[str, Sequence[str]] = "*"
     micro_batch: int = MICRO_BATCH
+    strategy: Optional[Callable[..., Any]] = None
 
     def micro_batches(self, training: bool) -> int:
         """Micro-batches of one execution."""
@@ -243,7 +246,8 @@ def _strategy(setting: Setting) -> Any:
             made.outputMode(getattr(poptorch.OutputMode, setting.mode))
         return made
 
-    return pl.strategies.IPUStrategy(training_opts=options(True), inference_opts=options(False))
+    make = setting.strategy or pl.strategies.IPUStrategy
+    return make(training_opts=options(True), inference_opts=options(False))
 
 
 # -- programs -----------------------------------------------------------------------------------

@@ -261,7 +261,7 @@ class Logger(Net):
     ],
 )  # fmt: skip
 def test_a_call_is_captured_wherever_it_comes_from(module):
-    """Helpers, mixins, overrides, closures, `forward`, other objects: all end in Lightning's `log`."""
+    """Helpers, mixins, overrides, closures, `forward`, other objects: all end in one method."""
     # without an index Lightning itself clears the gradients at every micro-batch on the CPU
     check_parity(module, setting=ONE_TO_ONE if module is WithoutIndex else Setting())
 

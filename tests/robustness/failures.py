@@ -8,6 +8,7 @@ import ast
 import functools
 import importlib
 import inspect
+import linecache
 import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -215,10 +216,10 @@ _PUTTING_BACK = frozenset(
 
 
 class LineFuse(Fuse):
-    """Raises when a line of this package is reached, as Ctrl-C does."""
+    """Raises when a line of this package is reached for the n-th time, as Ctrl-C does."""
 
-    def __init__(self, kind: type, line: Line) -> None:
-        super().__init__(kind)
+    def __init__(self, kind: type, line: Line, at: int = 1) -> None:
+        super().__init__(kind, at)
         self._line = line
 
     @contextmanager
@@ -259,6 +260,11 @@ def reached_lines(reached: Dict[Line, None]) -> Iterator[None]:
         sys.settrace(before)
 
 
+def is_with(line: Line) -> bool:
+    """Whether a `with` stands there: it is reached again when its block is left, undisturbed."""
+    return linecache.getline(*line).lstrip().startswith("with ")
+
+
 def interruptible(lines: Dict[Line, None]) -> List[Line]:
     """The lines where the program is on its way, not those that handle another exception."""
     handling: Dict[str, Set[int]] = {}
@@ -267,6 +273,7 @@ def interruptible(lines: Dict[Line, None]) -> List[Line]:
         for node in ast.walk(ast.parse(Path(file).read_text())):
             parts: List[ast.stmt] = []
             if isinstance(node, ast.Try):
+                handling[file].add(node.lineno)  # `try:` does nothing that could be interrupted
                 parts = [*node.finalbody, *(line for h in node.handlers for line in h.body)]
             elif isinstance(node, ast.FunctionDef) and node.name in _PUTTING_BACK:
                 parts = list(node.body)

@@ -16,10 +16,16 @@ from ipu_log_callback import IPULogCallback, IPULogWarning, live
 for _name in ("pytorch_lightning", "lightning.pytorch", "lightning"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
-__all__ = ["FULL", "PROGRAMS", "Net", "loader", "numbers_of", "pl", "quiet", "run", "trainer"]
+__all__ = ["FULL", "PROGRAMS", "QUIET", "Net", "loader", "numbers_of", "pl", "quiet", "run", "trainer"]
 
 #: Whether everything that can be enumerated is tried, or a sample of it.
 FULL = os.environ.get("ROBUSTNESS") == "full"
+#: For a trainer that writes nothing.
+QUIET = {
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
 #: What a harness runs: a method of the trainer each.
 PROGRAMS = ("fit", "validate", "test")
 ITERATIONS, ACCUMULATION, MICRO_BATCH = 2, 2, 2
@@ -127,14 +133,7 @@ def trainer(
     **given: Any,
 ) -> Any:
     """A quiet trainer on the IPU strategy."""
-    made: Dict[str, Any] = {
-        "max_epochs": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "log_every_n_steps": 1,
-    }
+    made: Dict[str, Any] = {"max_epochs": 1, "logger": False, "log_every_n_steps": 1, **QUIET}
     made.update(given)
     strategy = pl.strategies.IPUStrategy(**options_of(iterations, accumulation, replicas))
     with quiet():

@@ -15,6 +15,7 @@ from .failures import (
     callback_hooks,
     callback_with,
     interruptible,
+    is_with,
     module_hooks,
     module_with,
     own_points,
@@ -144,10 +145,12 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(right):
         lines = interruptible(reached)
         assert len(lines) > 300
         for number, line in enumerate(lines if FULL else lines[:: len(PROGRAMS) * 17]):
-            fuse = LineFuse((KeyboardInterrupt, SystemExit)[number % 2], line)
+            at = 1 if is_with(line) else 1 + number % 3 // 2
+            fuse = LineFuse((KeyboardInterrupt, SystemExit)[number % 2], line, at)
             tried += 1
             try:
-                assert check_failure(Net(), [], fuse, program, right, armed=fuse.armed())
+                blown = check_failure(Net(), [], fuse, program, right, armed=fuse.armed())
+                assert blown or at > 1
             except (AssertionError, Exception) as error:
                 wrong.append(f"{program} {line[0].rpartition('/')[2]}:{line[1]} {error!r}"[:600])
     assert not wrong, f"{len(wrong)} of {tried}\n" + "\n".join(wrong)

@@ -1,0 +1,89 @@
+"""`precision=16` and `"16-true"`, as the strategies define them."""
+
+import dataclasses
+import importlib
+
+import pytest
+import torch
+import torchmetrics
+from lightning_in_use import STRATEGIES
+from parity.bench import Net, Setting, observe
+
+def half(name):
+    """Trainer options for half precision on one of the strategies."""
+    if name == "lightning-graphcore":
+        return {"plugins": importlib.import_module("lightning_graphcore").IPUPrecision("16-true")}
+    return {"precision": 16}
+
+
+CUT = Setting(iterations=2, accumulation=2)
+
+
+class Halves(Net):
+    """Logs what is half and what is not, in training and validation."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+        self.dtypes = {}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def logs(self, stage, x, loss):
+        self.dtypes[stage] = (x.dtype, loss.dtype)
+        self.log(f"{stage}_loss", loss, on_step=True, on_epoch=True)
+        self.log(f"{stage}_sum", x.sum(), reduce_fx="sum", on_epoch=True)
+        # more than a half can hold, once it is summed over micro-batches
+        self.log(f"{stage}_large", x[0, 0] * 0 + 30000, reduce_fx="sum", on_epoch=True)
+        self.log(f"{stage}_small", x[0, 0] * 0 + 1e-4, on_epoch=True)
+
+    def validation_step(self, batch, batch_idx):
+        loss = super().validation_step(batch, batch_idx)
+        self.mean.update(batch[0])
+        self.log("val_metric", self.mean)
+        return loss
+
+
+def run(name):
+    """Two epochs in half precision on the IPU, whose weights stay as they are."""
+
+    def program(run):
+        trainer = run.trainer(max_epochs=2, **half(name))
+        trainer.fit(run.module, run.loader(), run.loader())
+
+    setting = dataclasses.replace(CUT, strategy=STRATEGIES[name])
+    # the strategies turn the batches into halves; the weights are for the user to turn
+    return observe(True, lambda: Halves().half(), program, setting)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_logged_halves_arrive_as_float32_means(name):
+    """Widened before anything is summed: no overflow, and a half's accuracy for each value."""
+    seen = run(name)
+    assert seen.run.module.dtypes == dict.fromkeys(("train", "val"), (torch.half, torch.half))
+    final = seen.final[0]
+    assert {value.dtype for value in final.values()} == {torch.float32}
+    batches = list(seen.run.loader())
+    x = torch.cat([batch[0] for batch in batches]).half().float()
+    weight, bias = (seen.weights[f"layer.{name}"].half().float() for name in ("weight", "bias"))
+    targets = torch.cat([batch[1] for batch in batches]).half().float()
+    loss = ((x @ weight.T + bias).squeeze(-1) - targets).square().mean()
+    for stage, sums, small in (("train", "train_sum_epoch", "train_small_epoch"),
+                               ("val", "val_sum", "val_small")):
+        assert final[f"{stage}_loss_epoch"] == pytest.approx(float(loss), rel=5e-3)
+        assert final[sums] == pytest.approx(float(x.sum()), abs=2e-2)
+        assert final[small] == pytest.approx(1e-4, rel=1e-3)
+    count = len(batches)
+    assert final["train_large_epoch"] == final["val_large"] == 30000 * count
+    assert final["val_metric"] == pytest.approx(float(x.mean()), abs=1e-3)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_rows_on_step_value_is_the_float32_mean_of_its_execution(name):
+    """Halves that are averaged in float32 are averaged exactly."""
+    rows = [row.metrics for row in run(name).rows if row.hook == "train"]
+    assert rows
+    for row in rows:
+        assert row["train_large_step"] == 30000 * CUT.micro_batches(training=True)
+        assert row["train_small_step"] == pytest.approx(1e-4, rel=1e-3)

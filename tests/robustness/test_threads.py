@@ -1,0 +1,116 @@
+"""Threads and processes beside and under a run."""
+
+import threading
+
+import pytest
+import torch
+
+from ipu_log_callback import IPULogCallback
+
+from .runs import PROGRAMS, Net, loader, numbers_of, one_run, options_of, pl, run, trainer
+
+
+@pytest.fixture(scope="module")
+def right():
+    """What each program logs in a run of its own."""
+    return {program: numbers_of(one_run(Net(), program=program)) for program in PROGRAMS}
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_loader_with_workers(start, right):
+    """Workers are processes of their own; the callback does not travel with them."""
+    options = {"num_workers": 1, "multiprocessing_context": start}
+    made = trainer([IPULogCallback("*")])
+    run(made, "fit", Net(), loader(2, 4, **options), loader(2, 2, seed=1, **options))
+    assert numbers_of(made) == pytest.approx(right["fit"])
+
+
+@pytest.mark.parametrize("mode", ["Async", "AsyncRebatched"])
+def test_poptorchs_asynchronous_loader(mode, right):
+    """Batches that PopTorch's own loader fetches ahead."""
+    import poptorch
+
+    options = options_of()
+    strategy = pl.strategies.IPUStrategy(**options)
+    made = trainer([IPULogCallback("*")])
+    made.strategy._training_opts = options["training_opts"]
+    made.strategy._inference_opts = options["inference_opts"]
+    loaders = [
+        poptorch.DataLoader(
+            options[name],
+            loader(2, count, seed).dataset,
+            batch_size=2,
+            mode=getattr(poptorch.DataLoaderMode, mode),
+        )
+        for name, count, seed in (("training_opts", 4, 0), ("inference_opts", 2, 1))
+    ]
+    try:
+        run(made, "fit", Net(), *loaders)
+    finally:
+        for each in loaders:
+            each.terminate()
+    assert numbers_of(made) == pytest.approx(right["fit"])
+    del strategy
+
+
+def test_another_thread_logs_and_reads_meanwhile(right):
+    """A writer of logs reads metrics and the history while steps are captured and replayed."""
+    callback = IPULogCallback("*", history=True)
+    made = trainer([callback])
+    stop, faults, reads = threading.Event(), [], []
+
+    def read():
+        other = Net()
+        while not stop.is_set():
+            try:
+                dict(made.callback_metrics)
+                for key in list(callback.history):
+                    reads.append(len(callback.history[key]))
+                str(callback.captured)
+                # a module that no trainer has: its own `log` is untouched by the capture
+                other.log("x", 1.0)
+            except UserWarning:
+                pass  # Lightning's: it has no trainer
+            except RuntimeError as error:
+                if "changed size during iteration" not in str(error):
+                    faults.append(error)
+            except BaseException as error:  # noqa: BLE001 - told below
+                faults.append(error)
+                return
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for _ in range(3):
+            run(made, "test", Net())
+    finally:
+        stop.set()
+        thread.join()
+    assert faults == []
+    assert numbers_of(made) == pytest.approx(right["test"])
+
+
+def test_two_trainers_in_two_threads(right):
+    """Both are right, or the second is refused in words: never a mixture of the two."""
+    start = threading.Barrier(2)
+    results = {}
+
+    def work(name):
+        try:
+            start.wait(10)
+            results[name] = numbers_of(one_run(Net(), program="test"))
+        except Exception as error:  # noqa: BLE001 - judged below
+            results[name] = error
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results.values():
+        if isinstance(result, Exception):
+            assert "thread" in str(result), result
+        else:
+            assert result == pytest.approx(right["test"])
+    assert any(not isinstance(result, Exception) for result in results.values())
+    assert numbers_of(one_run(Net(), program="test")) == pytest.approx(right["test"])
