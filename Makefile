@@ -57,6 +57,18 @@ check: .venv/.test ## Lint, format and types: ruff and mypy
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 
+.PHONY: bench
+bench: .venv/.test ## Measure what the callback costs against its peers: a table, and runs/benchmarks.json
+	@echo "== tests/benchmarks (some minutes)"
+	@.venv/bin/python -W ignore -m tests.benchmarks $(ARGS)
+
+.PHONY: docs
+docs: .venv/.docs ## Render the docstrings into docs/
+	@echo "== pdoc"
+	@.venv/bin/python -W ignore -m pdoc --docformat google -o docs ipu_log_callback \
+	  '!ipu_log_callback.emulator.__main__'
+	@echo "docs/index.html"
+
 .PHONY: matrix
 matrix: ## The tests on every supported pair of versions; ROWS="py3.8-pl1.6.5 ...", default all
 	@failed=; for row in $(ROWS); do $(MAKE) row-$$row || failed="$$failed $$row"; done; \
@@ -71,7 +83,7 @@ rows: ## Name the rows of the matrix
 
 .PHONY: clean
 clean: ## Remove .venv, .matrix, caches and what the examples wrote
-	rm -rf .venv .matrix build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis runs
+	rm -rf .venv .matrix build dist docs *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # -- the everyday environment -----------------------------------------------------------------
@@ -90,6 +102,11 @@ clean: ## Remove .venv, .matrix, caches and what the examples wrote
 .venv/.test: .venv/.demo
 	@echo "== installing into .venv: ipu-log-callback[test,check]"
 	@.venv/bin/python -m pip install -q --no-build-isolation -r $(EVERYDAY) -e ".[test,check]"
+	@touch $@
+
+.venv/.docs: .venv/.demo
+	@echo "== installing into .venv: ipu-log-callback[docs]"
+	@.venv/bin/python -m pip install -q --no-build-isolation -r $(EVERYDAY) -e ".[docs]"
 	@touch $@
 
 # -- the matrix -------------------------------------------------------------------------------

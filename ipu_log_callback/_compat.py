@@ -15,8 +15,6 @@ _opts`                                      the strategy gets a clone           
 `._forward_cache`, `._computed`, `._cache`  at once is left as after single ones   0.11-1.9
 `torch.nn.Module._modules`                  metrics step aside while PopTorch      torch 1.13-2.13
                                             moves the module
-`torch.Tensor._version`                     a tensor that was written to between   torch 1.13-2.13
-                                            two calls is logged twice
 ==========================================  =====================================  ==============
 
 Each has a test in `tests/test_compat.py`.
@@ -64,7 +62,6 @@ __all__ = [
     "submodules",
     "trial_results",
     "update_count",
-    "writes_to",
 ]
 
 
@@ -216,11 +213,6 @@ def last_value(metric: Any, value: Any) -> Iterator[None]:
         yield
     finally:
         metric._forward_cache = before
-
-
-def writes_to(tensor: torch.Tensor) -> int:
-    """How often a host tensor was written to in place; 0 where torch does not count."""
-    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def submodules(module: torch.nn.Module) -> Dict[str, Any]:

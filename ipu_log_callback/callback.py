@@ -40,15 +40,18 @@ class IPULogCallback(_compat.Callback):
     ones as outputs of the step, and replays the calls after every execution with the values that
     came back. On any other strategy it does nothing.
 
-    ==============  =============================================  =========================
-    key             value                                          logged in
-    ==============  =============================================  =========================
-    as in the step  reduced by the call's `reduce_fx` over the     `on_train_batch_end`,
-                    micro-batches of an execution (`on_step`), or  `on_validation_batch_end`,
-                    over the epoch (`on_epoch`)                    `on_test_batch_end`
-    `grad/norm`     norm of all `gradients` together, mean over    `on_train_batch_end`
-                    the execution's weight updates
-    ==============  =============================================  =========================
+    ==============  ===========================================================================
+    key             value
+    ==============  ===========================================================================
+    as in the step  reduced by the call's `reduce_fx` over the micro-batches of an execution
+                    (`on_step`), or over the epoch (`on_epoch`)
+    `grad/norm`     norm of all `gradients` together, mean over the execution's weight updates
+    ==============  ===========================================================================
+
+    All are logged under the step's own hook, as soon as its execution is over: in the trainer's
+    step, where a CPU run logs, so that schedulers and the hooks around the optimizer see them; of
+    an execution outside of it, in `on_train_batch_end`, `on_validation_batch_end` and
+    `on_test_batch_end`.
 
     With `gradients`, `weights`, `optimizer_state`, `activations` and `tensors` a key
     `<kind>/<name>/<statistic>` each, such as `grad/encoder.0.weight/norm`; the kind is `grad`,
@@ -260,19 +263,19 @@ class IPULogCallback(_compat.Callback):
         run.begin()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        """Replay the execution's `training_step`."""
+        """The execution of `training_step` is replayed by now."""
         self._replay(trainer, "training_step")
 
     def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        """Replay the execution's `validation_step`."""
+        """The execution of `validation_step` is replayed by now."""
         self._replay(trainer, "validation_step")
 
     def on_test_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        """Replay the execution's `test_step`."""
+        """The execution of `test_step` is replayed by now."""
         self._replay(trainer, "test_step")
 
     def on_predict_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        """Replay the metric calls of the execution's `predict_step`."""
+        """The metric calls of `predict_step` are replayed by now."""
         self._replay(trainer, "predict_step")
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:

@@ -88,7 +88,7 @@ class Capture:
         self._losses = LossWatch()
         self.takes_anchors = True
         self.anchored_at: Dict[str, str] = {}
-        self._anchors: Dict[Tuple[int, int], AnchoredOutput] = {}
+        self._anchors: Dict[int, AnchoredOutput] = {}
         self._tensors: List[torch.Tensor] = []
         # keeps the originals alive: an anchor is found again by the identity of its tensor
         self._originals: List[torch.Tensor] = []
@@ -111,7 +111,7 @@ class Capture:
             if not self._traced:
                 # in trace mode the tracer alone watches torch's functions
                 stack.enter_context(self._losses)
-                stack.enter_context(WriteWatch(self._anchors.clear))
+            stack.enter_context(WriteWatch(self._anchors.clear))
             return function(*args, **kwargs)
 
     def finish(self, output: Any) -> Tuple[Any, StepRecord, Wire]:
@@ -244,14 +244,12 @@ class Capture:
         if not self._on_device(leaf):
             # the user may change it in place after the step
             return leaf.detach().clone()
-        # the tracer tells nobody of writes, but there a tensor has a version
-        key = (id(leaf), _compat.writes_to(leaf) if self._traced else 0)
-        if key not in self._anchors:
-            self._anchors[key] = AnchoredOutput(len(self._tensors), tuple(leaf.shape), leaf.dtype)
+        if id(leaf) not in self._anchors:
+            self._anchors[id(leaf)] = AnchoredOutput(len(self._tensors), tuple(leaf.shape), leaf.dtype)
             self._originals.append(leaf)
             # cloned: the step may go on to change it in place
             self._tensors.append(leaf.detach().clone())
-        return self._anchors[key]
+        return self._anchors[id(leaf)]
 
     def _logged_leaf(self, name: str, site: CallSite, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -333,8 +331,8 @@ class Capture:
     @contextmanager
     def _active(self) -> Iterator[None]:
         before = current_capture()
-        _ACTIVE.capture = self
         try:
+            _ACTIVE.capture = self
             yield
         finally:
             _ACTIVE.capture = before
@@ -342,8 +340,8 @@ class Capture:
     @contextmanager
     def _inactive(self) -> Iterator[None]:
         before = current_capture()
-        _ACTIVE.capture = None
         try:
+            _ACTIVE.capture = None
             yield
         finally:
             _ACTIVE.capture = before
@@ -384,8 +382,8 @@ def _logging_intercepted(module: Any) -> Iterator[None]:
         else:
             log_dict(self, *args, **kwargs)
 
-    base.log, base.log_dict = captured_log, captured_log_dict
     try:
+        base.log, base.log_dict = captured_log, captured_log_dict
         yield
     finally:
         base.log, base.log_dict = log, log_dict

@@ -92,8 +92,8 @@ class ExecutorListener:
         executor, plain = self.executor, type(self.executor)
         # PopTorch changes a wrapped model's class in the same way: `__call__` is looked up on the
         # class, and a stand-in object would not be the executor that others hold.
-        executor.__class__ = _listening_class(plain, self)
         try:
+            executor.__class__ = _listening_class(plain, self)
             yield
         finally:
             executor.__class__ = plain
@@ -197,10 +197,16 @@ def _listening_class(plain: Any, listener: ExecutorListener) -> type:
         with listener.compiling(anew=True):
             plain.loadExecutable(self, *args, **kwargs)
 
+    def reduce(self: Any, protocol: int) -> Any:
+        # a copy or a pickle is a plain executor: this class exists for one run
+        _, _, *rest = plain.__reduce_ex__(self, protocol)
+        return (object.__new__, (plain,), *rest)
+
     members = {
         "__call__": call,
         "compile": compile_only,
         "loadExecutable": load_executable,
+        "__reduce_ex__": reduce,
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,
     }

@@ -298,8 +298,8 @@ def _instance_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Give an object an attribute of its own while the block runs."""
     attributes = vars(owner)
     had, before = name in attributes, attributes.get(name)
-    attributes[name] = value
     try:
+        attributes[name] = value
         yield
     finally:
         if had:
@@ -316,8 +316,8 @@ def _first_callback(trainer: Any, callback: Any) -> Iterator[None]:
     """
     before = trainer.callbacks
     first = [callback, *(other for other in before if other is not callback)]
-    trainer.callbacks = first
     try:
+        trainer.callbacks = first
         yield
     finally:
         if trainer.callbacks is first:

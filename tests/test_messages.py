@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from parity.bench import DEFAULT, Net, Run, Setting, fit, observe, pl, validate_only
-
 from torchmetrics import MeanMetric
 
 from ipu_log_callback import IPULogCallback, IPULogError, errors

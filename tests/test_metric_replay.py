@@ -16,30 +16,37 @@ MICRO_BATCHES, EXECUTIONS, SAMPLES = 3, 3, 4
 
 
 def classes():
+    """Probabilities of three classes, and the true ones."""
     return torch.randn(SAMPLES, 3).softmax(-1), torch.randint(0, 3, (SAMPLES,))
 
 
 def labels():
+    """Three labels at a time."""
     return torch.rand(SAMPLES, 3), torch.randint(0, 2, (SAMPLES, 3))
 
 
 def binary():
+    """Probabilities of one class, and the truth."""
     return torch.rand(SAMPLES), torch.randint(0, 2, (SAMPLES,))
 
 
 def numbers():
+    """Two columns of positive numbers."""
     return torch.rand(SAMPLES) + 0.1, torch.rand(SAMPLES) + 0.1
 
 
 def scalar():
+    """One number."""
     return (torch.randn(()),)
 
 
 def images():
+    """Two small images, twice."""
     return torch.rand(2, 1, 16, 16), torch.rand(2, 1, 16, 16)
 
 
 def tokens():
+    """Logits of five tokens, and the true ones."""
     return torch.randn(2, 4, 5), torch.randint(0, 5, (2, 4))
 
 
@@ -70,19 +77,23 @@ METRICS = {
     "explained variance": (tm.ExplainedVariance, numbers),
     "pearson": (tm.PearsonCorrCoef, numbers),
     "spearman": (tm.SpearmanCorrCoef, numbers),
-    "cosine similarity": (lambda: tm.CosineSimilarity(), labels),
+    "cosine similarity": (tm.CosineSimilarity, labels),
     "mean": (tm.MeanMetric, scalar),
     "sum": (tm.SumMetric, scalar),
     "min": (tm.MinMetric, scalar),
     "max": (tm.MaxMetric, scalar),
     "cat": (tm.CatMetric, scalar),
     "ssim": (lambda: tm.StructuralSimilarityIndexMeasure(data_range=1.0), images),
-    "ssim, range of each update": (lambda: tm.StructuralSimilarityIndexMeasure(), images),
+    "ssim, range of each update": (tm.StructuralSimilarityIndexMeasure, images),
     "psnr": (lambda: tm.PeakSignalNoiseRatio(data_range=1.0), images),
-    "perplexity": (lambda: tm.text.Perplexity(), tokens),
+    "perplexity": (tm.text.Perplexity, tokens),
     "collection": (
         lambda: tm.MetricCollection(
-            {"acc": tm.Accuracy(**MULTI), "f1": tm.F1Score(**MULTI), "cm": tm.ConfusionMatrix(**MULTI)}
+            {
+                "acc": tm.Accuracy(**MULTI),
+                "f1": tm.F1Score(**MULTI),
+                "cm": tm.ConfusionMatrix(**MULTI),
+            }
         ),
         classes,
     ),
@@ -92,6 +103,7 @@ METRICS = {
 
 
 def members(metric):
+    """The metrics of a collection, or the metric itself."""
     return list(metric.values()) if isinstance(metric, tm.MetricCollection) else [metric]
 
 
@@ -103,6 +115,7 @@ def states(metric):
 
 
 def equal(one, other):
+    """Whether two states are the same, tensor by tensor."""
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(equal, one, other))
     if isinstance(one, dict):
@@ -115,9 +128,7 @@ def equal(one, other):
 
 def executions(batches, metric, method, logged=()):
     """Replay `batches`, `[executions][micro_batches][arguments]`, as a compiled step's."""
-    anchored = [
-        AnchoredOutput(i, tuple(t.shape), t.dtype) for i, t in enumerate(batches[0][0])
-    ]
+    anchored = [AnchoredOutput(i, tuple(t.shape), t.dtype) for i, t in enumerate(batches[0][0])]
     call = MetricCall(metric, "metric", method, tuple(anchored), {}, 0, SITE)
     record = StepRecord("validation_step", "Net", (call, *logged))
     replay = MetricReplay(record, MICRO_BATCHES)
@@ -125,7 +136,9 @@ def executions(batches, metric, method, logged=()):
     for execution in batches:
         packed = [pack(None, anchored, dict(enumerate(arguments)), True) for arguments in execution]
         columns = zip(*[tensors for (_, tensors), _ in packed])
-        _, returned = packed[0][1].unpack((None, tuple(map(torch.cat, columns))), geometry, geometry)
+        _, returned = packed[0][1].unpack(
+            (None, tuple(map(torch.cat, columns))), geometry, geometry
+        )
         replay(returned)
 
 

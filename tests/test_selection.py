@@ -7,7 +7,7 @@ from ipu_log_callback.selection import Selection, parse_names
 
 
 @pytest.mark.parametrize(
-    "pattern, name, selected",
+    ("pattern", "name", "selected"),
     [
         ("train_loss", "train_loss", True),
         ("train_loss", "Train_loss", False),
@@ -20,7 +20,7 @@ from ipu_log_callback.selection import Selection, parse_names
     ],
 )
 def test_a_pattern_selects_its_equal_and_what_it_matches_as_a_glob(pattern, name, selected):
-    """A name is selected by the pattern that equals it, whatever characters it has, and by globs."""
+    """A name is selected by the pattern that equals it, whatever its characters, and by globs."""
     assert Selection([pattern]).selects(name) is selected
 
 
@@ -38,7 +38,7 @@ def test_one_str_is_one_name():
 
 
 @pytest.mark.parametrize(
-    "names, told",
+    ("names", "told"),
     [
         (3, "received int, expected a str or a sequence of str"),
         ({"a": 1}, "received dict"),

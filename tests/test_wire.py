@@ -36,6 +36,7 @@ def executed(packed_of_each):
 
 
 def anchored_of(tensors):
+    """What a capture notes of tensors that it anchors."""
     return [AnchoredOutput(i, tuple(t.shape), t.dtype) for i, t in enumerate(tensors)]
 
 
@@ -81,7 +82,8 @@ def test_what_is_packed_comes_back(count, output, structured):
     expected_own = tensors_of(executed(outputs)) if outputs[0] is not None else []
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(own), expected_own))
     if isinstance(own, dict):
-        assert own["deep"][1] == "text" and own["n"] == 3
+        assert own["deep"][1] == "text"
+        assert own["n"] == 3
     if isinstance(own, Box):
         assert own.label == "box"
 

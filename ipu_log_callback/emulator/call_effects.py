@@ -5,8 +5,9 @@ from typing import Any, Callable, Iterator
 import torch
 
 from ipu_log_callback.emulator._torch_private import version_of
+from ipu_log_callback.emulator.structures import map_tensors
 
-__all__ = ["Widened", "tensors_in", "unchanged_test"]
+__all__ = ["HALVES_HAVE_GRADIENTS", "Widened", "tensors_in", "unchanged_test"]
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
@@ -33,8 +34,25 @@ def unchanged_test(name: str, tensor: torch.Tensor) -> Callable[[torch.Tensor], 
     return lambda now: version_of(now) == version and torch.equal(values, now.detach())
 
 
+def _halves_have_gradients() -> bool:
+    value = torch.ones(1, dtype=torch.float16)
+    try:
+        with torch.enable_grad():
+            torch.nn.functional.mse_loss(value.clone().requires_grad_(), value).backward()
+    except RuntimeError:
+        return False
+    return True
+
+
+#: Whether this torch can differentiate a loss of halves on a CPU: from 2.1 on.
+HALVES_HAVE_GRADIENTS = _halves_have_gradients()
+
+
 class Widened:
-    """A function that gets its 32-bit integers widened: on a CPU indices have 64 bits."""
+    """A function that gets its 32-bit integers and its halves widened.
+
+    On a CPU indices have 64 bits, and before torch 2.1 few functions take halves.
+    """
 
     def __init__(self, func: Any, keep_first: bool) -> None:
         self._func = func
@@ -43,19 +61,29 @@ class Widened:
     def helps(self, args: Any, kwargs: Any) -> bool:
         """Whether there is something to widen."""
         return any(
-            tensor.dtype == torch.int32 for tensor in tensors_in((args[self._keep_first :], kwargs))
+            tensor.dtype in _WIDE for tensor in tensors_in((args[self._keep_first :], kwargs))
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
         start = int(self._keep_first)
         wide = [*args[:start], *(_widen(arg) for arg in args[start:])]
-        return self._func(*wide, **{key: _widen(value) for key, value in kwargs.items()})
+        result = self._func(*wide, **{key: _widen(value) for key, value in kwargs.items()})
+        halves = any(tensor.dtype == torch.float16 for tensor in tensors_in((args, kwargs)))
+        floats = any(tensor.dtype == torch.float32 for tensor in tensors_in((args, kwargs)))
+        return map_tensors(result, _narrow) if halves and not floats else result
+
+
+_WIDE = {torch.int32: torch.int64, torch.float16: torch.float32}
+
+
+def _narrow(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.half() if tensor.dtype == torch.float32 else tensor
 
 
 def _widen(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(torch.int64) if value.dtype == torch.int32 else value
+        return value.to(_WIDE.get(value.dtype, value.dtype))
     if type(value) in (list, tuple):
         return type(value)(_widen(item) for item in value)
     return value

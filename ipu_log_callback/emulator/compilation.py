@@ -7,7 +7,8 @@ back.
 
 import dataclasses
 import warnings
-from typing import Any, Callable, ContextManager, Dict, Iterable, List, Tuple
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Tuple
 
 import torch
 
@@ -64,11 +65,9 @@ class Request:
 def compile_step(request: Request) -> Tuple[Executable, Any]:
     """Compile; return the executable and the step's result, to be filled with outputs."""
     recorder = Recorder()
-    gradients = torch.is_grad_enabled()
     try:
-        # In inference mode PyTorch does not count writes, by which the recorder finds them.
-        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
-            result = (_trace_step if request.traced else _run_step)(request, recorder)
+        result = (_trace_step if request.traced else _run_step)(request, recorder)
+        with _writes_counted():
             recorder.graph.fold_constants(recorder.values)
             recorder.graph.remove_dead_calls()
             return _build(request, recorder), result
@@ -76,11 +75,24 @@ def compile_step(request: Request) -> Tuple[Executable, Any]:
         recorder.close()
 
 
+@contextmanager
+def _writes_counted() -> Iterator[None]:
+    """Leave inference mode: PyTorch does not count writes there, and the recorder goes by these."""
+    gradients = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+        yield
+
+
 def _run_step(request: Request, recorder: Recorder) -> Any:
     model = request.model
     # Before unwrapping: stale weights of a training twin must come to the host first.
     host = named_state(model)
-    with unwrapped(model), factories_on_device(), state_restored(model), recorder.recording():
+    with ExitStack() as stack:
+        stack.enter_context(_writes_counted())
+        stack.enter_context(unwrapped(model))
+        stack.enter_context(factories_on_device())
+        stack.enter_context(state_restored(model))
+        stack.enter_context(recorder.recording())
         recorder.moving_parameters = True
         model.to(DEVICE)
         recorder.moving_parameters = False
@@ -105,7 +117,7 @@ def _trace_step(request: Request, recorder: Recorder) -> Any:
         with request.surroundings():
             traced, returns = jit_tracing.trace(model, request.arguments)
         _check_places(places, _places(model))
-        with recorder.recording():
+        with _writes_counted(), recorder.recording():
             states = {id(tensor): recorder.add_state(tensor) for tensor in host.values()}
             recorder.name_states(host)
             inputs = map_tensors(request.arguments.args, recorder.add_input)

@@ -17,7 +17,12 @@ from ipu_log_callback.emulator._torch_private import (
     storage_key,
     without_torch_function,
 )
-from ipu_log_callback.emulator.call_effects import Widened, tensors_in, unchanged_test
+from ipu_log_callback.emulator.call_effects import (
+    HALVES_HAVE_GRADIENTS,
+    Widened,
+    tensors_in,
+    unchanged_test,
+)
 from ipu_log_callback.emulator.device_tensor import (
     DEVICE,
     DeviceTensor,
@@ -337,12 +342,14 @@ class Recorder:
     ) -> Tuple[Any, bool, Any, Tuple[Any, ...]]:
         """Call `func` on hidden values without consuming random numbers."""
         before = torch.get_rng_state()
+        widened = Widened(func, keep_first=name.endswith("_") or name == "__setitem__")
+        if name.endswith("_loss") and not HALVES_HAVE_GRADIENTS:
+            func = widened
         with self._hidden_run():
             try:
                 try:
                     result = func(*self._fill(args), **self._fill(kwargs))
                 except (RuntimeError, IndexError) as err:
-                    widened = Widened(func, keep_first=name.endswith("_") or name == "__setitem__")
                     if not widened.helps(self._fill(args), self._fill(kwargs)):
                         raise
                     try:

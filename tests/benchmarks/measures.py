@@ -224,7 +224,9 @@ def off_the_ipu(quick: bool) -> List[Row]:
             module = InStep(10, Stopwatch())
             callbacks = [IPULogCallback("*")] if present else []
             laps[present].append(_seconds(lambda: fit(module, False, 1, batches, callbacks)))
-    return [Row("CPU run with the callback / without", min(laps[True]) / min(laps[False]), "", 1.01)]
+    return [
+        Row("CPU run with the callback / without", min(laps[True]) / min(laps[False]), "", 1.01)
+    ]
 
 
 def imports(quick: bool) -> List[Row]:
@@ -289,9 +291,7 @@ class _WithLoss(torch.nn.Module):
 
 
 def _mlp() -> torch.nn.Module:
-    return torch.nn.Sequential(
-        torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)
-    )
+    return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
 
 
 def _cnn() -> torch.nn.Module:

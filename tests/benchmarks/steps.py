@@ -148,7 +148,7 @@ def fit(
     loader = torch.utils.data.DataLoader(data, batch_size=SAMPLES)
     options: Dict[str, Any] = {"accelerator": "cpu"}
     if ipu:
-        from poptorch import OutputMode, Options
+        from poptorch import Options, OutputMode
         from pytorch_lightning.strategies import IPUStrategy
 
         training = Options().deviceIterations(iterations).outputMode(OutputMode.All)

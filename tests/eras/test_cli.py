@@ -1,6 +1,7 @@
 """LightningCLI builds the callback from YAML, from the command line, and from a saved config."""
 
 import importlib
+import json
 import logging
 import sys
 import warnings
@@ -135,15 +136,27 @@ def test_from_yaml_with_one_key_as_a_string(cli):
     assert {"val_loss", "val_other"} <= set(made.trainer.callback_metrics)
 
 
-def test_from_the_command_line(cli):
-    """`--trainer.callbacks=IPULogCallback` and its arguments, with the class found by its path."""
-    made = cli(
-        "--trainer.callbacks=ipu_log_callback.IPULogCallback",
-        "--trainer.callbacks.keys=[train_loss]",
-        "--trainer.callbacks.output_mode=all",
-    )
+@pytest.mark.parametrize("form", ["by name", "whole"])
+def test_from_the_command_line(form, cli, monkeypatch):
+    """The class by its name with its arguments one by one, or all of it as one value."""
+    given = {"keys": ["train_loss"], "output_mode": "all"}
+    if form == "whole":
+        whole = [{"class_path": "ipu_log_callback.IPULogCallback", "init_args": given}]
+        made = cli(f"--trainer.callbacks={json.dumps(whole)}")
+    else:
+        name = "ipu_log_callback.IPULogCallback"
+        registry = getattr(sys.modules[lightning_cli().__module__], "CALLBACK_REGISTRY", None)
+        if registry is not None:
+            # Lightning 1.6 knows registered classes only, by their last name
+            monkeypatch.setitem(registry, "IPULogCallback", IPULogCallback)
+            name = "IPULogCallback"
+        made = cli(
+            f"--trainer.callbacks={name}",
+            "--trainer.callbacks.keys=train_loss",
+            "--trainer.callbacks.output_mode=all",
+        )
     callback = callback_of(made)
-    assert callback.keys == ["train_loss"]
+    assert callback.keys == (["train_loss"] if form == "whole" else "train_loss")
     assert callback.output_mode == "all"
     assert "train_loss_epoch" in made.trainer.callback_metrics
     assert "val_loss" not in made.trainer.callback_metrics

@@ -49,7 +49,8 @@ class Exports(pl.Callback):
     def prepare(self, trainer, pl_module):
         if isinstance(trainer.strategy, pl.strategies.IPUStrategy):
             batch, index = arguments(CUT.micro_batches(training=True))
-            executor_of(trainer).compileAndExport(self.filename, batch, index)
+            # without the module: that of Lightning 1 holds its trainer, which cannot be pickled
+            executor_of(trainer).compileAndExport(self.filename, batch, index, export_model=False)
 
 
 class Loads(Exports):
@@ -157,6 +158,9 @@ class CompiledBefore(pl.Callback):
         finally:
             assert pl_module.__dict__.pop("log") is log
             executor.__class__ = listening
+        for module in pl_module.trainer.strategy.model.modules():
+            if hasattr(module, "_device"):
+                module._device = torch.device("cpu")
 
 
 def run_compiled_before(keys):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torchmetrics
 from parity import bench
-from parity.bench import Net, Setting, check_parity, observe, pl
+from parity.bench import Net, Setting, check_parity, observe
 
 from ipu_log_callback import IPULogCallback
 

@@ -13,6 +13,7 @@ from typing import Any, Dict, List
 
 import torch
 import torchmetrics
+from lightning_in_use import STRATEGIES, pl
 from torch.utils.data import TensorDataset
 
 from ipu_log_callback import IPULogCallback, emulator, live
@@ -21,57 +22,53 @@ GLOBAL_REPLICAS = 4
 ITERATIONS, ACCUMULATION, EXECUTIONS, MICRO_BATCH = 2, 2, 2, 2
 
 
-def make_net(pl: Any) -> Any:
-    """A module that logs in every way that processes can differ in."""
+class Net(pl.LightningModule):
+    """Logs in every way that processes can differ in."""
 
-    class Net(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(3, 1)
-            self.error = torchmetrics.MeanSquaredError()
-            self.rank = torchmetrics.SpearmanCorrCoef()  # keeps every sample
-            self.several = torchmetrics.MetricCollection(
-                {"mse": torchmetrics.MeanSquaredError(), "mae": torchmetrics.MeanAbsoluteError()}
-            )
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+        self.error = torchmetrics.MeanSquaredError()
+        self.rank = torchmetrics.SpearmanCorrCoef()  # keeps every sample
+        self.several = torchmetrics.MetricCollection(
+            {"mse": torchmetrics.MeanSquaredError(), "mae": torchmetrics.MeanAbsoluteError()}
+        )
 
-        def training_step(self, batch: Any, batch_idx: Any) -> Any:
-            x, y = batch
-            prediction = self.layer(x).squeeze(1)
-            difference = prediction - y
-            loss = torch.nn.functional.mse_loss(prediction, y)
-            both = {"on_step": True, "on_epoch": True, "sync_dist": True}
-            self.log("loss", loss, **both)
-            self.log("sum", difference.sum(), reduce_fx="sum", **both)
-            self.log("smallest", difference.min(), reduce_fx="min", **both)
-            self.log("largest", difference.max(), reduce_fx=max, **both)
-            above = y > 1
-            self.log("count", above.sum(), reduce_fx="sum", **both)
-            mean = (difference * above).sum() / above.sum().clamp(min=1)
-            self.log("weighed", mean, batch_size=above.sum(), **both)
-            self.log("ones", live(lambda: 1.0), reduce_fx="sum", **both)
-            self.error(difference, torch.zeros_like(difference))
-            self.log("error", self.error, on_step=False, on_epoch=True)
-            return loss
+    def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        x, y = batch
+        prediction = self.layer(x).squeeze(1)
+        difference = prediction - y
+        loss = torch.nn.functional.mse_loss(prediction, y)
+        both = {"on_step": True, "on_epoch": True, "sync_dist": True}
+        self.log("loss", loss, **both)
+        self.log("sum", difference.sum(), reduce_fx="sum", **both)
+        self.log("smallest", difference.min(), reduce_fx="min", **both)
+        self.log("largest", difference.max(), reduce_fx=max, **both)
+        above = y > 1
+        self.log("count", above.sum(), reduce_fx="sum", **both)
+        mean = (difference * above).sum() / above.sum().clamp(min=1)
+        self.log("weighed", mean, batch_size=above.sum(), **both)
+        self.log("ones", live(lambda: 1.0), reduce_fx="sum", **both)
+        self.error(difference, torch.zeros_like(difference))
+        self.log("error", self.error, on_step=False, on_epoch=True)
+        return loss
 
-        def validation_step(self, batch: Any, batch_idx: Any) -> None:
-            x, y = batch
-            prediction = self.layer(x).squeeze(1)
-            loss = ((prediction - y) ** 2).mean()
-            self.log("val_loss", loss, sync_dist=True, batch_size=MICRO_BATCH)
-            self.log("val_own", loss)
-            self.rank.update(prediction, y)
-            self.log("val_rank", self.rank)
-            self.several.update(prediction, y)
-            self.log_dict(self.several)
+    def validation_step(self, batch: Any, batch_idx: Any) -> None:
+        x, y = batch
+        prediction = self.layer(x).squeeze(1)
+        loss = ((prediction - y) ** 2).mean()
+        self.log("val_loss", loss, sync_dist=True, batch_size=MICRO_BATCH)
+        self.log("val_own", loss)
+        self.rank.update(prediction, y)
+        self.log("val_rank", self.rank)
+        self.several.update(prediction, y)
+        self.log_dict(self.several)
 
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.05)
-
-    torch.manual_seed(1)
-    return Net()
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def environment(pl: Any) -> List[Any]:
+def environment() -> List[Any]:
     """Lightning's own view of the launch, where it has one: 2.0 looks for MPI.
 
     Its search for the machines of the launch fails with newer numpy; here there is one.
@@ -126,7 +123,6 @@ def run(folder: Path, process_count: int) -> Dict[str, Any]:
         What this process saw.
     """
     import poptorch
-    from lightning_in_use import STRATEGIES, pl
 
     processes = poptorch.Options().Distributed.numProcesses
     training, inference = poptorch.Options(), poptorch.Options()
@@ -135,7 +131,8 @@ def run(folder: Path, process_count: int) -> Dict[str, Any]:
         options.deviceIterations(ITERATIONS)
         options.replicationFactor(GLOBAL_REPLICAS // processes)
     strategy = STRATEGIES["built-in"](training_opts=training, inference_opts=inference)
-    net = make_net(pl)
+    torch.manual_seed(1)
+    net = Net()
     stop = pl.callbacks.EarlyStopping("val_loss", min_delta=0.05, patience=1)
     best = pl.callbacks.ModelCheckpoint(folder, "{epoch}", monitor="val_loss", save_top_k=1)
     logger = pl.loggers.CSVLogger(str(folder))
@@ -144,7 +141,7 @@ def run(folder: Path, process_count: int) -> Dict[str, Any]:
         accelerator="ipu",
         devices=GLOBAL_REPLICAS // processes,
         strategy=strategy,
-        plugins=environment(pl) if processes > 1 else None,
+        plugins=environment() if processes > 1 else None,
         callbacks=[IPULogCallback("*"), stop, best],
         logger=logger,
         log_every_n_steps=1,

@@ -10,16 +10,13 @@ import importlib
 import inspect
 import linecache
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, Set, Tuple
 from unittest import mock
 
-import torchmetrics
-
 import ipu_log_callback
-from ipu_log_callback import executors, run
 
 from .runs import Net, pl
 

@@ -109,7 +109,10 @@ def loader(executions: int, micro_batches: int = 1, seed: int = 0, **options: An
 
 
 def options_of(
-    iterations: int = ITERATIONS, accumulation: int = ACCUMULATION, replicas: int = 1
+    iterations: int = ITERATIONS,
+    accumulation: int = ACCUMULATION,
+    replicas: int = 1,
+    traced: bool = False,
 ) -> Dict[str, Any]:
     """`training_opts` and `inference_opts` of a strategy."""
     import poptorch
@@ -119,6 +122,8 @@ def options_of(
         options = poptorch.Options()
         options.deviceIterations(iterations)
         options.replicationFactor(replicas)
+        if traced:
+            options.Jit.traceModel(True)
         if name == "training_opts":
             options.Training.gradientAccumulation(accumulation)
         made[name] = options
@@ -130,12 +135,13 @@ def trainer(
     iterations: int = ITERATIONS,
     accumulation: int = ACCUMULATION,
     replicas: int = 1,
+    traced: bool = False,
     **given: Any,
 ) -> Any:
     """A quiet trainer on the IPU strategy."""
     made: Dict[str, Any] = {"max_epochs": 1, "logger": False, "log_every_n_steps": 1, **QUIET}
     made.update(given)
-    strategy = pl.strategies.IPUStrategy(**options_of(iterations, accumulation, replicas))
+    strategy = pl.strategies.IPUStrategy(**options_of(iterations, accumulation, replicas, traced))
     with quiet():
         return pl.Trainer(
             accelerator="ipu",

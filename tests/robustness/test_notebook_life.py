@@ -11,7 +11,7 @@ import torch
 
 from ipu_log_callback import IPULogCallback
 
-from .runs import FULL, PROGRAMS, Net, loader, numbers_of, one_run, pl, quiet, run, trainer
+from .runs import PROGRAMS, Net, loader, numbers_of, one_run, pl, quiet, run, trainer
 from .snapshot import leftovers
 
 MODULE = """

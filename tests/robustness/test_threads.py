@@ -3,7 +3,6 @@
 import threading
 
 import pytest
-import torch
 
 from ipu_log_callback import IPULogCallback
 
