@@ -245,7 +245,9 @@ class Capture:
             # the user may change it in place after the step
             return leaf.detach().clone()
         if id(leaf) not in self._anchors:
-            self._anchors[id(leaf)] = AnchoredOutput(len(self._tensors), tuple(leaf.shape), leaf.dtype)
+            self._anchors[id(leaf)] = AnchoredOutput(
+                len(self._tensors), tuple(leaf.shape), leaf.dtype
+            )
             self._originals.append(leaf)
             # cloned: the step may go on to change it in place
             self._tensors.append(leaf.detach().clone())

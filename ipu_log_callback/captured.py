@@ -133,10 +133,10 @@ class Captured(Mapping[str, CapturedStep]):
         return f"<Captured: {counts or 'nothing yet'}>"
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self._steps.values())) or "nothing captured yet"
+        return "\n".join(map(str, list(self._steps.values()))) or "nothing captured yet"
 
     def _repr_html_(self) -> str:
-        parts = [step._repr_html_() for step in self._steps.values()]
+        parts = [step._repr_html_() for step in list(self._steps.values())]
         return "".join(parts) or "<p>nothing captured yet</p>"
 
     def add(self, record: StepRecord, results: int, outputs: int) -> None:

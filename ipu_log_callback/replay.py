@@ -227,7 +227,7 @@ class Replay:
         rows = values.shape[0]
         if rows == 1 and self._geometry.results > 1 and reduction == "sum":
             # made of constants only: it came back once, for every micro-batch
-            values = values * self._geometry.micro_batches
+            values = values[0] * self._geometry.micro_batches
         elif rows > 1 or summed > 1:
             values = _REDUCTIONS[reduction](values)
             if reduction == "mean" and summed > 1:

@@ -1,6 +1,7 @@
 """One run of a trainer on an IPU strategy: what the callback changes there, and puts back."""
 
 import functools
+import threading
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
@@ -9,7 +10,14 @@ import torch
 
 from . import _compat
 from .compile_notice import STEP_OF_STAGE, compile_notice
-from .errors import LIGHTNING_ISSUE, bytes_text, names_text, report, warn
+from .errors import (
+    LIGHTNING_ISSUE,
+    CallbackSetupError,
+    bytes_text,
+    names_text,
+    report,
+    warn,
+)
 from .executors import Execution, ExecutorListener
 from .geometry import Geometry
 from .history import ExecutionRow
@@ -19,6 +27,10 @@ from .processes import Processes, SharedReplay, metrics_synchronised
 from .selection import Selection
 
 __all__ = ["Run"]
+
+#: The threads of the runs that are under way, one entry a run.
+_THREADS: List[threading.Thread] = []
+_LOCK = threading.Lock()
 
 
 class Run:
@@ -62,9 +74,14 @@ class Run:
         self._undo = ExitStack()
 
     def begin(self) -> None:
-        """Change what must be changed before the strategy is set up."""
+        """Change what must be changed before the strategy is set up.
+
+        Raises:
+            CallbackSetupError: A run of another thread is under way.
+        """
         strategy = self._trainer.strategy
         with ExitStack() as stack:
+            stack.enter_context(_only_thread())
             stack.enter_context(_first_callback(self._trainer, self._callback))
             stack.enter_context(self._options_replaced(strategy))
             setup = functools.partial(self._setup_strategy, strategy.setup)
@@ -291,6 +308,32 @@ class Run:
             ),
             sites[0],
         )
+
+
+@contextmanager
+def _only_thread() -> Iterator[None]:
+    """Refuse a run while another thread has one; runs within a hook of another are fine."""
+    mine = threading.current_thread()
+    with _LOCK:
+        other = next((t for t in _THREADS if t is not mine and t.is_alive()), None)
+        if other is None:
+            _THREADS.append(mine)
+    if other is not None:
+        raise CallbackSetupError(
+            report(
+                f"`IPULogCallback` was set up in thread '{mine.name}' while another trainer runs "
+                f"in thread '{other.name}'",
+                received="two runs on IPUs at a time",
+                expected="one after the other",
+                why="PopTorch has one dispatcher a process, and Lightning's IPU strategy changes "
+                "how all trainers make their loaders",
+                fix="run them one after the other, or in processes of their own",
+            )
+        )
+    try:
+        yield
+    finally:
+        _THREADS.remove(mine)
 
 
 @contextmanager

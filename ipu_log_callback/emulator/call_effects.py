@@ -1,5 +1,6 @@
 """What a recorded call does to its arguments, and what it wants of them."""
 
+import warnings
 from typing import Any, Callable, Iterator
 
 import torch
@@ -37,7 +38,8 @@ def unchanged_test(name: str, tensor: torch.Tensor) -> Callable[[torch.Tensor], 
 def _halves_have_gradients() -> bool:
     value = torch.ones(1, dtype=torch.float16)
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is slow
             torch.nn.functional.mse_loss(value.clone().requires_grad_(), value).backward()
     except RuntimeError:
         return False

@@ -6,11 +6,13 @@ import importlib
 import pytest
 import torch
 import torchmetrics
-from lightning_in_use import STRATEGIES
+from lightning_in_use import STRATEGIES, pl
 from parity.bench import Net, Setting, observe
 
+#: Lightning 2.0 takes `"16-true"`.
+NAMES_PRECISIONS = not hasattr(pl.LightningModule, "validation_epoch_end")
 #: Up to Lightning 1.6 a strategy looks for `torch.FloatTensor`s in the step, which device tensors
-#: are not; Graphcore's knows `"16-true"` for the module only.
+#: are not; Graphcore's halves for `"16-mixed"` alone.
 BATCHES_ARE_HALVED = {
     "built-in": hasattr(STRATEGIES["built-in"], "_convert_to_poptorch_loader")
     and "batch_to_device" in vars(STRATEGIES["built-in"]),
@@ -20,7 +22,7 @@ BATCHES_ARE_HALVED = {
 
 def half(name):
     """Trainer options for half precision on one of the strategies."""
-    if name == "lightning-graphcore":
+    if name == "lightning-graphcore" and NAMES_PRECISIONS:
         return {"plugins": importlib.import_module("lightning_graphcore").IPUPrecision("16-true")}
     return {"precision": 16}
 
@@ -68,7 +70,7 @@ def run(name):
 
     setting = dataclasses.replace(CUT, strategy=STRATEGIES[name])
     # Graphcore's plugin turns the weights into halves as well
-    make = Halves if name == "lightning-graphcore" else lambda: Halves().half()
+    make = Halves if "plugins" in half(name) else lambda: Halves().half()
     return observe(True, make, program, setting)
 
 

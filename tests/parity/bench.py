@@ -618,6 +618,8 @@ def assert_alike(one: Any, other: Any, what: str, tolerance: float = 1e-5) -> No
             assert_alike(one[index], item, f"{what}[{index}]", tolerance)
     elif isinstance(other, (torch.Tensor, int, float)) and not isinstance(other, bool):
         left, right = torch.as_tensor(one), torch.as_tensor(other)
+        if left.numel() == right.numel() == 1:
+            left = left.reshape(right.shape)  # Lightning 1.6 keeps the shape of what was logged
         assert left.shape == right.shape, f"{what}: shapes {tuple(left.shape)} {tuple(right.shape)}"
         assert torch.allclose(
             left.double(), right.double(), rtol=tolerance, atol=tolerance, equal_nan=True

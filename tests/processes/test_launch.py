@@ -1,5 +1,6 @@
 """Real launches on one machine, against one process that has all replicas and all data."""
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -43,18 +44,30 @@ def launch(count: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What each of several processes saw, and what the one process saw that has all of it."""
-    count = request.param
-    folder = tmp_path_factory.mktemp(f"processes{count}")
+def seen_by_all(count: int, folder: Path) -> Any:
+    """What each of `count` processes saw, and what the one saw that has all of it."""
     done = launch(count, "-m", "tests.processes.job", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     several = [json.loads((folder / f"{n}.json").read_text()) for n in range(count)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as in the job itself
-        single = job.run(folder / "single", count)
-    return several, single
+        return several, job.run(folder / "single", count)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same, launched once, however many workers of pytest-xdist share these tests."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder = folder / f"processes{request.param}"
+    folder.mkdir(exist_ok=True)
+    result = folder / "seen.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            result.write_text(json.dumps(seen_by_all(request.param, folder)))
+    return json.loads(result.read_text())
 
 
 def without(rows: Dict[str, Any], *names: str) -> Dict[str, Any]:

@@ -16,7 +16,18 @@ from ipu_log_callback import IPULogCallback, IPULogWarning, live
 for _name in ("pytorch_lightning", "lightning.pytorch", "lightning"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
-__all__ = ["FULL", "PROGRAMS", "QUIET", "Net", "loader", "numbers_of", "pl", "quiet", "run", "trainer"]
+__all__ = [
+    "FULL",
+    "PROGRAMS",
+    "QUIET",
+    "Net",
+    "loader",
+    "numbers_of",
+    "pl",
+    "quiet",
+    "run",
+    "trainer",
+]
 
 #: Whether everything that can be enumerated is tried, or a sample of it.
 FULL = os.environ.get("ROBUSTNESS") == "full"
@@ -164,7 +175,9 @@ def numbers_of(trainer: Any) -> Dict[str, float]:
     return {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}
 
 
-def one_run(module: Any, *args: Any, callback: Any = None, program: str = "fit", **given: Any) -> Any:
+def one_run(
+    module: Any, *args: Any, callback: Any = None, program: str = "fit", **given: Any
+) -> Any:
     """A run with everything selected; returns its trainer."""
     made = trainer([callback or IPULogCallback("*")], **given)
     run(made, program, module, *args)

@@ -69,7 +69,9 @@ def _module(module: torch.nn.Module) -> Snapshot:
     return found
 
 
-_METRICS = frozenset(("_computed", "_forward_cache", "_cache", "_update_count", "_is_synced", "_groups"))
+_METRICS = frozenset(
+    ("_computed", "_forward_cache", "_cache", "_update_count", "_is_synced", "_groups")
+)
 
 #: Classes and modules of other packages that something might be tempted to patch.
 _LIBRARIES: List[Any] = [
@@ -110,15 +112,19 @@ def snapshot(trainer: Any, module: Any) -> Snapshot:
         for key, value in vars(library).items():
             if not key.startswith("__") and key not in _CACHES:
                 found[("library", library.__name__, key)] = id(value)
-    found[("mode", "torch function modes")] = torch.overrides._get_current_function_mode_stack() if hasattr(
-        torch.overrides, "_get_current_function_mode_stack"
-    ) else None
+    found[("mode", "torch function modes")] = (
+        torch.overrides._get_current_function_mode_stack()
+        if hasattr(torch.overrides, "_get_current_function_mode_stack")
+        else None
+    )
     found[("mode", "grad")] = torch.is_grad_enabled()
     return found
 
 
 # Set by the trainer in its first run.
-_TRAINERS = frozenset(("_results", "should_stop", "datamodule", "predict_loop", "train_dataloader", "val_check_batch"))
+_TRAINERS = frozenset(
+    ("_results", "should_stop", "datamodule", "predict_loop", "train_dataloader", "val_check_batch")
+)
 # Filled by the libraries as they go.
 _CACHES = frozenset(("_jit_is_scripting",))
 
@@ -147,6 +153,9 @@ def leftovers(trainer: Any, module: Any) -> List[str]:
             if "poptorch" in type(value).__name__.lower():
                 told.append(f"{name}.{key} is a {type(value).__name__}")
     for executor in getattr(trainer.strategy, "poptorch_models", {}).values():
-        if len(type(executor).__mro__) > 1 and type(executor).__mro__[1].__name__ == type(executor).__name__:
+        if (
+            len(type(executor).__mro__) > 1
+            and type(executor).__mro__[1].__name__ == type(executor).__name__
+        ):
             told.append("an executor still has the listener's class")
     return told

@@ -145,7 +145,9 @@ class Batching(RuleBasedStateMachine):
         options = poptorch.Options()
         options.deviceIterations(iterations)
         options.replicationFactor(replicas)
-        options.outputMode(getattr(poptorch.OutputMode, mode), *([self.period] * (mode == "EveryN")))
+        options.outputMode(
+            getattr(poptorch.OutputMode, mode), *([self.period] * (mode == "EveryN"))
+        )
 
         class Step(torch.nn.Module):
             def forward(self, x):
@@ -177,7 +179,9 @@ def machine(kind, examples):
     """The machine as a test, with a part of the profile's examples."""
     case = kind.TestCase
     case.settings = settings(
-        max_examples=settings().max_examples * examples // 100, stateful_step_count=12, deadline=None
+        max_examples=settings().max_examples * examples // 100,
+        stateful_step_count=12,
+        deadline=None,
     )
     return case
 
@@ -188,7 +192,9 @@ TestBatching = machine(Batching, 50)
 
 def test_a_logged_call_holds_no_value():
     """What is recorded of a device tensor is its place, shape and type."""
-    capture = OnTheHost(torch.nn.Module(), "test_step", Selection(["*"]), Metrics(torch.nn.Module()), False)
+    capture = OnTheHost(
+        torch.nn.Module(), "test_step", Selection(["*"]), Metrics(torch.nn.Module()), False
+    )
     capture.record_log(None, "x", torch.tensor(3.0), {})
     _, record, _ = capture.finish(None)
     (call,) = record.events

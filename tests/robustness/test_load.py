@@ -1,6 +1,7 @@
 """Much of everything: right, and neither slower nor larger with time."""
 
 import gc
+import logging
 import sys
 import time
 import tracemalloc
@@ -12,6 +13,8 @@ import torchmetrics
 from ipu_log_callback import IPULogCallback
 
 from .runs import FULL, loader, numbers_of, pl, run, trainer
+
+LOG = logging.getLogger(__name__)  # figures: pytest --log-cli-level=INFO
 
 EXECUTIONS = 20_000 if FULL else 1_000
 
@@ -90,7 +93,9 @@ def growth_and_slowdown(callback, executions):
 def test_many_executions_do_not_grow():
     """Without a history nothing is kept of an execution, nor does it get slower."""
     grown, slower = growth_and_slowdown(IPULogCallback("*"), EXECUTIONS)
-    print(f"{EXECUTIONS} executions: {grown} bytes more in the last half, {slower:.2f} x the time")
+    LOG.info(
+        "%d executions: %d bytes more in the last half, %.2f x the time", EXECUTIONS, grown, slower
+    )
     assert grown < 20_000
     assert slower < 3
 
@@ -100,7 +105,9 @@ def test_a_full_history_does_not_grow():
     executions = EXECUTIONS // 4
     callback = IPULogCallback("*", history=executions // 5)
     grown, slower = growth_and_slowdown(callback, executions)
-    print(f"{executions} executions: {grown} bytes more in the last half, {slower:.2f} x the time")
+    LOG.info(
+        "%d executions: %d bytes more in the last half, %.2f x the time", executions, grown, slower
+    )
     assert grown < 50_000
     assert slower < 3
 

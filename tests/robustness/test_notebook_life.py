@@ -147,7 +147,11 @@ def pickled(value):
 # torch cannot deepcopy the buffers that PopTorch wraps while a model trains
 @pytest.mark.parametrize(
     ("how", "program"),
-    [(pickled, "fit"), *((copy.deepcopy, p) for p in PROGRAMS[1:]), *((pickled, p) for p in PROGRAMS[1:])],
+    [
+        (pickled, "fit"),
+        *((copy.deepcopy, p) for p in PROGRAMS[1:]),
+        *((pickled, p) for p in PROGRAMS[1:]),
+    ],
 )
 def test_a_module_is_copied_in_the_middle_of_a_run_and_after_it(how, program, right):
     """The copy is a plain module on the CPU that runs by itself; the original runs on."""

@@ -45,7 +45,9 @@ def test_sums_of_halves_do_not_overflow(dtype):
 
 def test_a_half_that_overflows_in_the_step_is_infinite():
     """As on the device: nothing hides it."""
-    found = logged(lambda module, x: module.log("x", (x.half() * 2).amax()), torch.full((4, 1), 6e4))
+    found = logged(
+        lambda module, x: module.log("x", (x.half() * 2).amax()), torch.full((4, 1), 6e4)
+    )
     assert found == {"x": math.inf}
 
 
