@@ -15,7 +15,9 @@ with warnings.catch_warnings():
     # what Lightning's own import warns of differs from version to version
     warnings.simplefilter("ignore")
     pl: Any = importlib.import_module(
-        "pytorch_lightning" if importlib.util.find_spec("lightning") is None else "lightning.pytorch"
+        "pytorch_lightning"
+        if importlib.util.find_spec("lightning") is None
+        else "lightning.pytorch"
     )
     #: IPU strategies by where they come from; none from Lightning 2.1 on.
     STRATEGIES: Dict[str, Any] = {}

@@ -87,8 +87,10 @@ def test_logged_halves_arrive_as_float32_means(name):
     weight, bias = (seen.weights[f"layer.{name}"].half().float() for name in ("weight", "bias"))
     targets = torch.cat([batch[1] for batch in batches]).half().float()
     loss = ((x @ weight.T + bias).squeeze(-1) - targets).square().mean()
-    for stage, sums, small in (("train", "train_sum_epoch", "train_small_epoch"),
-                               ("val", "val_sum", "val_small")):
+    for stage, sums, small in (
+        ("train", "train_sum_epoch", "train_small_epoch"),
+        ("val", "val_sum", "val_small"),
+    ):
         assert final[f"{stage}_loss_epoch"] == pytest.approx(float(loss), rel=5e-3)
         assert final[sums] == pytest.approx(float(x.sum()), abs=2e-2)
         assert final[small] == pytest.approx(1e-4, rel=1e-3)

@@ -106,7 +106,9 @@ def test_other_executions_of_blocks(kind):
 def test_a_pipeline_that_is_too_short_is_poptorchs_own_error():
     """Too little accumulation is refused as without the callback."""
     with pytest.raises(Exception, match="gradientAccumulation must be greater than or equal"):
-        observe(True, InBlocks, setting=dataclasses.replace(CUT, accumulation=2, strategy=pipelined))
+        observe(
+            True, InBlocks, setting=dataclasses.replace(CUT, accumulation=2, strategy=pipelined)
+        )
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -119,6 +121,4 @@ def test_graphcores_strategy_too(name):
             training_opts=made.training_opts, inference_opts=made.inference_opts
         )
 
-    check_parity(
-        InBegunBlocks, setting=dataclasses.replace(CUT, strategy=strategy), tolerance=1e-4
-    )
+    check_parity(InBegunBlocks, setting=dataclasses.replace(CUT, strategy=strategy), tolerance=1e-4)

@@ -39,6 +39,7 @@ def base(request):
 
 
 def check(strategy, make=Logs, program=fit, setting=CUT):
+    """Assert parity with the CPU run, with this strategy on the IPU's side."""
     return check_parity(make, program, dataclasses.replace(setting, strategy=strategy))
 
 
@@ -333,7 +334,9 @@ def test_lightnings_accumulation_reaches_options_that_the_strategy_creates(base)
 
     class Counts(Net):
         def logs(self, stage, x, loss):
-            self.log(f"{stage}_rows", torch.ones_like(x[:, 0]).sum(), reduce_fx="sum", on_epoch=True)
+            self.log(
+                f"{stage}_rows", torch.ones_like(x[:, 0]).sum(), reduce_fx="sum", on_epoch=True
+            )
 
     def program(run):
         trainer = run.trainer(accumulate_grad_batches=2)

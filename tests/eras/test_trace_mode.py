@@ -15,6 +15,7 @@ from parity.bench import Net, Setting, check_parity, observe
 
 from ipu_log_callback import IPULogCallback
 
+CUT = Setting()
 GEOMETRIES = [(1, 1, 1), (3, 2, 1), (2, 2, 2)]
 
 
@@ -65,7 +66,7 @@ def shapes(structure):
     return structure
 
 
-def validate(module, callbacks, setting=Setting()):
+def validate(module, callbacks, setting=CUT):
     """One validation on the IPU strategy, with these callbacks and no other of ours."""
     run = bench.Run(True, setting, module, list)
     trainer = run.trainer()

@@ -207,7 +207,7 @@ def test_a_metric_that_is_called_and_logged_has_step_and_epoch_values(name, argu
 @pytest.mark.parametrize(
     ("name", "arguments", "feed"),
     [METRICS[n] for n in (0, 2, 7, 19, 31, 32, 35, 39)],
-    ids=lambda v: str(v)[:30],
+    ids=lambda v: getattr(v, "__name__", str(v)[:30]),
 )
 def test_a_metrics_batch_values_are_reduced_like_any_other(name, arguments, feed):
     """`self.log(name, metric(...))` gives the mean of the micro-batches' own values."""

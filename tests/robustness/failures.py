@@ -20,7 +20,7 @@ import ipu_log_callback
 
 from .runs import Net, pl
 
-__all__ = ["Fuse", "LineFuse", "callback_hooks", "line_points", "module_hooks", "own_points"]
+__all__ = ["Fuse", "LineFuse", "callback_hooks", "module_hooks", "own_points"]
 
 KINDS = (ValueError, KeyboardInterrupt, SystemExit)
 PACKAGE = Path(ipu_log_callback.__file__).parent
@@ -143,7 +143,7 @@ class Point:
 
 
 def own_points() -> List[Point]:
-    """The path of the issue: selection, capture, wire, compile, execution, unpack, replay, …"""
+    """The path of the issue: selection, capture, wire, compile, execution, unpack, replay."""
     package, emulated = "ipu_log_callback", "ipu_log_callback.emulator"
     path: List[Tuple[str, str, Tuple[int, ...]]] = [
         (f"{package}.selection:Selection", "selects", (1, 3)),

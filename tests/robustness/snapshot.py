@@ -53,9 +53,7 @@ def _module(module: torch.nn.Module) -> Snapshot:
         for key, value in vars(child).items():
             if key in _LIGHTNINGS:
                 continue
-            if key in _METRICS:
-                value = None  # comes and goes with every update
-            described = _described(value)
+            described = None if key in _METRICS else _described(value)
             if key in ("_parameters", "_buffers") and isinstance(child, torchmetrics.Metric):
                 described = None
             found[("module", name, key)] = described
@@ -152,10 +150,10 @@ def leftovers(trainer: Any, module: Any) -> List[str]:
                 told.append(f"{name}.{key} is on {device}")
             if "poptorch" in type(value).__name__.lower():
                 told.append(f"{name}.{key} is a {type(value).__name__}")
-    for executor in getattr(trainer.strategy, "poptorch_models", {}).values():
-        if (
-            len(type(executor).__mro__) > 1
-            and type(executor).__mro__[1].__name__ == type(executor).__name__
-        ):
-            told.append("an executor still has the listener's class")
+    executors = getattr(trainer.strategy, "poptorch_models", {}).values()
+    told += [
+        "an executor still has the listener's class"
+        for bases in (type(executor).__mro__ for executor in executors)
+        if bases[0].__name__ == bases[1].__name__
+    ]
     return told

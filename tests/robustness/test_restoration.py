@@ -90,6 +90,8 @@ def check_failure(module, callbacks, fuse, program, right, armed=None):
     assert differences(before, snapshot(made, module)) == []
     assert leftovers(made, module) == []
     assert callback._runs == {}
+    if caught is not None and caught is not fuse.error:
+        return False  # a hook that Lightning refuses stays refused
 
     module.load_state_dict(weights)
     for metric in module.modules():
@@ -134,24 +136,20 @@ def test_a_failure_on_the_callbacks_own_way_leaves_nothing_behind(point, kind, p
     check_failure(Net(), [], fuse, program, right, armed=point.armed(fuse))
 
 
-def test_an_interrupt_at_any_line_leaves_nothing_behind(right):
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_interrupt_at_any_line_leaves_nothing_behind(program, right):
     """Ctrl-C does not wait for the end of a function: each line of this package is a point."""
-    tried = 0
-    wrong = []
-    for program in PROGRAMS:
-        reached = {}
-        made = trainer([IPULogCallback("*", history=True)])
-        with reached_lines(reached):
-            run(made, program, Net())
-        lines = interruptible(reached)
-        assert len(lines) > 300
-        for number, line in enumerate(lines if FULL else lines[:: len(PROGRAMS) * 17]):
-            at = 1 if is_with(line) else 1 + number % 3 // 2
-            fuse = LineFuse((KeyboardInterrupt, SystemExit)[number % 2], line, at)
-            tried += 1
-            try:
-                blown = check_failure(Net(), [], fuse, program, right, armed=fuse.armed())
-                assert blown or at > 1
-            except Exception as error:  # noqa: BLE001 - all are told at the end
-                wrong.append(f"{program} {line[0].rpartition('/')[2]}:{line[1]} {error!r}"[:600])
-    assert not wrong, f"{len(wrong)} of {tried}\n" + "\n".join(wrong)
+    reached, wrong = {}, []
+    with reached_lines(reached):
+        run(trainer([IPULogCallback("*", history=True)]), program, Net())
+    lines = interruptible(reached)
+    assert len(lines) > 300
+    for number, line in enumerate(lines if FULL else lines[::51]):
+        at = 1 if is_with(line) else 1 + number % 3 // 2
+        fuse = LineFuse((KeyboardInterrupt, SystemExit)[number % 2], line, at)
+        try:
+            blown = check_failure(Net(), [], fuse, program, right, armed=fuse.armed())
+            assert blown or at > 1
+        except Exception as error:  # noqa: BLE001 - all are told at the end
+            wrong.append(f"{line[0].rpartition('/')[2]}:{line[1]} {error!r}"[:600])
+    assert not wrong, "\n".join(wrong)
