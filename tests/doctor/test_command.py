@@ -1,6 +1,7 @@
 """`python -m ipu_log_callback.doctor train.py ARGS`."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -25,9 +26,14 @@ def doctor(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", list(sys.argv))
         monkeypatch.setattr(sys, "path", list(sys.path))
         monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            code = main(list(map(str, args)))
+        logger = logging.getLogger("poptorch::python")
+        level = logger.level
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                code = main(list(map(str, args)))
+        finally:
+            logger.setLevel(level)
         return (code, *capsys.readouterr())
 
     return run

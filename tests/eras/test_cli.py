@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import logging
 import sys
 import warnings
 
@@ -80,8 +79,6 @@ trainer:
 def cli(tmp_path, monkeypatch):
     """Run LightningCLI with a trainer's config file and these arguments; returns the CLI."""
     monkeypatch.chdir(tmp_path)
-    for name in ("pytorch_lightning", "lightning.pytorch", "lightning"):
-        monkeypatch.setattr(logging.getLogger(name), "level", logging.ERROR)
 
     def run(*args, callbacks=""):
         (tmp_path / "given.yaml").write_text(TRAINER + callbacks)
