@@ -140,8 +140,9 @@ def test_a_failure_on_the_callbacks_own_way_leaves_nothing_behind(point, kind, p
 def test_an_interrupt_at_any_line_leaves_nothing_behind(program, right):
     """Ctrl-C does not wait for the end of a function: each line of this package is a point."""
     reached, wrong = {}, []
+    made = trainer([IPULogCallback("*", history=True)])
     with reached_lines(reached):
-        run(trainer([IPULogCallback("*", history=True)]), program, Net())
+        run(made, program, Net())
     lines = interruptible(reached)
     assert len(lines) > 300
     for number, line in enumerate(lines if FULL else lines[::51]):
