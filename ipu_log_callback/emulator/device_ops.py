@@ -27,9 +27,7 @@ def _ipu_print_tensor(self: torch.Tensor, title: str, print_gradient: int) -> to
     _print(title, self)
     printed = self.clone()
     if print_gradient and printed.requires_grad:
-        printed.register_hook(
-            lambda grad: _print(f"{title}_gradient", grad)
-        )
+        printed.register_hook(lambda grad: _print(f"{title}_gradient", grad))
     return printed
 
 
