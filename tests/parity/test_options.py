@@ -81,7 +81,7 @@ def test_an_unsupported_reduce_fx_is_lightnings_own_error_at_once(reduce_fx):
     """The text is Lightning's, and it is raised while the step is captured."""
     messages = []
     for ipu in (False, True):
-        with pytest.raises(Exception, match="are (currently )?supported") as caught:
+        with pytest.raises(Exception, match=r"are (currently )?supported") as caught:
             observe(ipu, logging(reduce_fx=reduce_fx))
         messages.append((type(caught.value), str(caught.value)))
     assert messages[0] == messages[1]
