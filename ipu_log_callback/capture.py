@@ -114,8 +114,12 @@ class Capture:
             stack.enter_context(WriteWatch(self._anchors.clear))
             return function(*args, **kwargs)
 
-    def finish(self, output: Any) -> Tuple[Any, StepRecord, Wire]:
+    def finish(self, output: Any, batch: Any = None) -> Tuple[Any, StepRecord, Wire]:
         """Decide what is wanted and pack it with what the step returned.
+
+        Args:
+            output: What the step returned.
+            batch: The step's arguments, where the device adds micro-batches up.
 
         Returns:
             What the step returns to PopTorch, the step record, and the layout.
@@ -139,6 +143,7 @@ class Capture:
             record.anchored,
             dict(enumerate(self._tensors)),
             structured=not self._traced,
+            varying=next(iter(tensors_of(batch)), None),
         )
         return packed, record, wire
 

@@ -44,6 +44,7 @@ class Compilation:
         selection: Which keys to anchor.
         capturing: Makes what else holds around the step's Python while it is captured.
         check: Refuses a step record before PopTorch starts its long compilation.
+        sums: Whether the device adds up the micro-batches of an execution.
     """
 
     def __init__(
@@ -52,11 +53,13 @@ class Compilation:
         selection: Selection,
         capturing: Callable[[Capture], ContextManager[None]],
         check: Callable[[StepRecord], None],
+        sums: bool = False,
     ) -> None:
         self._module = module
         self._selection = selection
         self._capturing = capturing
         self._check = check
+        self._sums = sums
         self._metrics = Metrics(module)
         self._traced = False
         self._kept: List[warnings.WarningMessage] = []
@@ -113,7 +116,7 @@ class Compilation:
             with self._metrics.shown(), self._warnings_kept(again):
                 with self._capturing(capture):
                     output = capture.run(function, *args, **kwargs)
-                packed, record, wire = capture.finish(output)
+                packed, record, wire = capture.finish(output, (args, kwargs) if self._sums else None)
                 self._check(record)
             if not again:
                 self.record, self.wire = record, wire

@@ -109,8 +109,13 @@ class ExecutorListener:
             yield
             return
         self.record = None
+        geometry = Geometry.from_options(self.executor.options, self.training)
         compilation = Compilation(
-            self._module, self._selection, self._inspector.capturing, self._check
+            self._module,
+            self._selection,
+            self._inspector.capturing,
+            self._check,
+            sums=geometry.micro_batches_per_result > 1,
         )
         with self._notice(), self._inspector.compiling(), compilation.under_way():
             yield

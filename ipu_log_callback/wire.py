@@ -144,6 +144,7 @@ def pack(
     anchored: Sequence[AnchoredOutput],
     tensors: Mapping[int, torch.Tensor],
     structured: bool,
+    varying: Optional[torch.Tensor] = None,
 ) -> Tuple[Any, Wire]:
     """Join a step's own outputs and its anchored outputs. Runs on the device side.
 
@@ -152,6 +153,8 @@ def pack(
         anchored: The anchored outputs that are wanted.
         tensors: Detached device tensors by `AnchoredOutput.index`.
         structured: False in trace mode.
+        varying: Any tensor of the batch, under `Sum`: scalars made of constants only would come
+            back once and not summed, which their shape does not show.
 
     Returns:
         What the step returns to PopTorch, and its layout.
@@ -165,7 +168,8 @@ def pack(
     packed: List[torch.Tensor] = []
     for group, dtype in ((floats, torch.float32), (integers, torch.int32)):
         if group:
-            packed.append(torch.stack([tensors[a.index].reshape(()).to(dtype) for a in group]))
+            stacked = torch.stack([tensors[a.index].reshape(()).to(dtype) for a in group])
+            packed.append(stacked if varying is None else stacked + _zero_of(varying).to(dtype))
     packed.extend(tensors[a.index] for a in whole)
 
     wire = Wire(
@@ -183,3 +187,9 @@ def pack(
     if not packed and (output is None or isinstance(output, torch.Tensor)):
         return output, wire
     return (*own, *packed), wire
+
+
+def _zero_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A zero, `[1]`, that the device computes from a tensor, whatever numbers it holds."""
+    number = tensor.reshape(-1)[:1]
+    return (number != number).int() * 0
