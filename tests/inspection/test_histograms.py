@@ -51,7 +51,7 @@ def test_tensorboard_gets_histograms(tmp_path):
     assert counts.num == int(callback.anchored["counted"].counts.sum())
 
 
-def test_wandb_gets_histograms(monkeypatch):
+def test_wandb_gets_histograms(monkeypatch, tmp_path):
     """The logger gets `wandb.Histogram`s, of elements and of counts, at the trainer's step."""
 
     class Histogram:
@@ -62,7 +62,7 @@ def test_wandb_gets_histograms(monkeypatch):
 
     class WandbLogger(pl.loggers.CSVLogger):
         def __init__(self):
-            super().__init__("unused")
+            super().__init__(tmp_path)
 
         def log_metrics(self, metrics, step=None):
             logged.extend(

@@ -245,11 +245,11 @@ def test_a_run_within_a_hook_of_another(program, shared, right):
     assert numbers_of(made) == pytest.approx(right["fit"])
 
 
-def test_the_learning_rate_finder(right):
+def test_the_learning_rate_finder(right, tmp_path):
     """The search runs with the callback aside, and the fit after it is right."""
     module = Net()
     module.lr = 0.05
-    made = trainer([IPULogCallback("*")], max_epochs=1)
+    made = trainer([IPULogCallback("*")], max_epochs=1, default_root_dir=tmp_path)
     with quiet():
         if hasattr(pl, "tuner") and hasattr(pl.tuner, "Tuner"):
             found = pl.tuner.Tuner(made).lr_find(module, num_training=4, update_attr=False)
