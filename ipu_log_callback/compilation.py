@@ -116,7 +116,8 @@ class Compilation:
             with self._metrics.shown(), self._warnings_kept(again):
                 with self._capturing(capture):
                     output = capture.run(function, *args, **kwargs)
-                packed, record, wire = capture.finish(output, (args, kwargs) if self._sums else None)
+                batch = (args, kwargs) if self._sums else None
+                packed, record, wire = capture.finish(output, batch)
                 self._check(record)
             if not again:
                 self.record, self.wire = record, wire

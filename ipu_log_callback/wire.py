@@ -192,4 +192,4 @@ def pack(
 def _zero_of(tensor: torch.Tensor) -> torch.Tensor:
     """A zero, `[1]`, that the device computes from a tensor, whatever numbers it holds."""
     number = tensor.reshape(-1)[:1]
-    return (number != number).int() * 0
+    return torch.ne(number, number).int() * 0
