@@ -149,6 +149,7 @@ def compiled_before():
             listening, executor.__class__ = type(executor), plain
             executor.compile((x, x.sum(1)), torch.zeros(2).long())
             executor.__class__ = listening
+            pl_module.cpu()  # the compile left `_device` on the IPU, where 1.6 moves the batch
 
     observe(True, Net, validate_only, callbacks=lambda: [Precompiles()])
 
