@@ -1,8 +1,8 @@
 """The modules and runs that are compared: one linear model, its logging done in five ways."""
 
 import time
-from array import array
 import warnings
+from array import array
 from contextlib import contextmanager
 from statistics import median
 from typing import Any, Callable, Dict, Iterator, List
