@@ -21,26 +21,52 @@ Each has a test in `tests/test_compat.py`.
 """
 
 import dataclasses
+import re
 import sys
 from contextlib import contextmanager
+from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, Optional, Type
 
 import torch
 
+
+def _unified_is_in_use() -> bool:
+    """Whether `lightning.pytorch` is the Lightning in use, and not `pytorch_lightning`.
+
+    Whoever imported one of them first decides. Where nobody has yet and both are installed, it is
+    the one that has an IPU strategy: `lightning` 2.0 brings the newest `pytorch-lightning` along.
+    """
+    if "lightning.pytorch" in sys.modules:
+        return True
+    if find_spec("pytorch_lightning") is None:
+        return True
+    if "pytorch_lightning" in sys.modules or find_spec("lightning") is None:
+        return False
+    return _has_ipu_strategy("lightning") and not _has_ipu_strategy("pytorch-lightning")
+
+
+def _has_ipu_strategy(distribution: str) -> bool:
+    """Whether an installed distribution of Lightning has an IPU strategy: until 2.0."""
+    try:
+        version = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return [int(number) for number in re.findall(r"\d+", version)[:2]] < [2, 1]
+
+
 if TYPE_CHECKING:
     from lightning_fabric.utilities.exceptions import MisconfigurationException
     from lightning_utilities.core.rank_zero import rank_zero_info
     from pytorch_lightning import Callback, LightningModule
-# Whoever imported Lightning first decides which of its two class trees is in use.
-elif "lightning.pytorch" not in sys.modules and find_spec("pytorch_lightning") is not None:
-    from pytorch_lightning import Callback, LightningModule
-    from pytorch_lightning.utilities.exceptions import MisconfigurationException
-    from pytorch_lightning.utilities.rank_zero import rank_zero_info
-else:
+elif _unified_is_in_use():
     from lightning.pytorch import Callback, LightningModule
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.utilities.rank_zero import rank_zero_info
+else:
+    from pytorch_lightning import Callback, LightningModule
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException
+    from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 __all__ = [
     "NAMESPACE",

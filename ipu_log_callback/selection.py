@@ -1,6 +1,7 @@
 """Keys and globs: which of the names that a step logs are wanted."""
 
 import difflib
+import re
 from fnmatch import fnmatchcase
 from typing import Dict, List, Sequence, Set, Tuple, Union
 
@@ -48,6 +49,14 @@ def parse_names(names: Union[str, Sequence[str]], argument: str) -> Tuple[str, .
     return tuple(names)
 
 
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern is a name, or matches it as a glob."""
+    try:
+        return name == pattern or fnmatchcase(name, pattern)
+    except re.error:  # up to Python 3.10.4 of a range that is empty, as in "acc[top-1]"
+        return False
+
+
 class Selection:
     """Decides whether a name is wanted, and remembers what was asked.
 
@@ -69,7 +78,7 @@ class Selection:
     def selects(self, name: str) -> bool:
         """Whether any pattern selects `name`."""
         if name not in self._answers:
-            matching = [p for p in self.patterns if p == name or fnmatchcase(name, p)]
+            matching = [p for p in self.patterns if _matches(name, p)]
             self._matched.update(matching)
             self._answers[name] = bool(matching)
         return self._answers[name]
