@@ -6,10 +6,12 @@ strategy any more: where `lightning` is installed, it is the one in use.
 
 import importlib
 import importlib.util
+import inspect
 import warnings
-from typing import Any, Dict
+from contextlib import nullcontext
+from typing import Any, ContextManager, Dict
 
-__all__ = ["STRATEGIES", "pl"]
+__all__ = ["NO_INFERENCE_MODE", "STRATEGIES", "apart_from_its_trainer", "pl"]
 
 with warnings.catch_warnings():
     # what Lightning's own import warns of differs from version to version
@@ -26,3 +28,21 @@ with warnings.catch_warnings():
         if importlib.util.find_spec("lightning_graphcore") is not None:
             graphcore: Any = importlib.import_module("lightning_graphcore")
             STRATEGIES["lightning-graphcore"] = graphcore.IPUStrategy
+
+#: For a trainer that evaluates without `torch.inference_mode`, as Lightning 1.6 always does.
+NO_INFERENCE_MODE: Dict[str, bool] = (
+    {"inference_mode": False}
+    if "inference_mode" in inspect.signature(pl.Trainer).parameters
+    else {}
+)
+
+
+def apart_from_its_trainer(module: Any) -> ContextManager[None]:
+    """While the block runs a copy or a pickle of a module does not include its trainer.
+
+    Lightning 1 otherwise includes it, and with it the compiled models, which cannot be pickled.
+    """
+    apart: ContextManager[None] = getattr(
+        module, "_prevent_trainer_and_dataloaders_deepcopy", nullcontext
+    )()
+    return apart

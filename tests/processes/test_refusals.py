@@ -44,6 +44,7 @@ def validate(net: Any, keys: str = "*", count: int = 2) -> Any:
         devices=1,
         strategy=STRATEGIES["built-in"](inference_opts=options),
         callbacks=[IPULogCallback(keys)],
+        max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -121,7 +121,14 @@ def snapshot(trainer: Any, module: Any) -> Snapshot:
 
 # Set by the trainer in its first run.
 _TRAINERS = frozenset(
-    ("_results", "should_stop", "datamodule", "predict_loop", "train_dataloader", "val_check_batch")
+    (
+        *("_results", "should_stop", "datamodule", "predict_loop", "train_dataloader"),
+        *("val_check_batch",),
+        # Lightning 1, where the loaders and their state are the trainer's; later the loops'
+        *("val_dataloaders", "test_dataloaders", "predict_dataloaders", "num_training_batches"),
+        *("_last_train_dl_reload_epoch", "_last_val_dl_reload_epoch"),
+        *("overridden_optimizer_step", "overridden_optimizer_zero_grad"),
+    )
 )
 # Filled by the libraries as they go.
 _CACHES = frozenset(("_jit_is_scripting",))

@@ -114,7 +114,8 @@ def test_a_full_history_does_not_grow():
 
 def test_64_iterations_by_8_replicas():
     """512 micro-batches in an execution, each counted once."""
-    made = trainer([IPULogCallback("*", history=True)], iterations=64, replicas=8)
+    callback = IPULogCallback("*", history=True)
+    made = trainer([callback], iterations=64, replicas=8)
     data = torch.utils.data.TensorDataset(torch.arange(1024.0).reshape(-1, 1))
     module = Small(
         lambda module, x: [
@@ -124,7 +125,7 @@ def test_64_iterations_by_8_replicas():
     )
     run(made, "test", module, torch.utils.data.DataLoader(data, batch_size=1))
     assert numbers_of(made) == {"mean": 511.5, "count": 1024.0}
-    first = made.callbacks[-1].history["mean"][0].micro_batches
+    first = callback.history["mean"][0].micro_batches
     assert sorted(first.tolist()) == list(range(512))
 
 

@@ -118,7 +118,7 @@ def test_a_special_number_is_what_it_is_on_the_cpu(value, reduce_fx):
         module.log("x", x.amax(), reduce_fx=reduce_fx, on_step=True, on_epoch=True)
 
     on_ipu = trainer([IPULogCallback("*")], iterations=1)
-    on_cpu = pl.Trainer(accelerator="cpu", logger=False, **QUIET)
+    on_cpu = pl.Trainer(accelerator="cpu", logger=False, max_epochs=1, **QUIET)
     bits = []
     for made in (on_ipu, on_cpu):
         module, seen = Logging(logs), []
