@@ -5,6 +5,8 @@ import json
 from dataclasses import replace
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Sequence, Tuple
 
+import torch
+
 from ipu_log_callback import _compat
 from ipu_log_callback.call_site import user_frame_of
 from ipu_log_callback.compilation import STEPS
@@ -18,7 +20,7 @@ from ipu_log_callback.doctor.static import (
     remarks,
     second_argument,
 )
-from ipu_log_callback.doctor.step_run import Batch, StepRun, run_step
+from ipu_log_callback.doctor.step_run import Batch, StepRun, first_line, run_step
 from ipu_log_callback.doctor.user_code import UserCode
 from ipu_log_callback.doctor.walk import Change, RunFunction, device_tensors_in
 
@@ -132,14 +134,21 @@ def diagnose(
             for step, step_batches in batches.items():
                 for batch in step_batches:
                     run = run_step(module, step, batch, trainer, invented, user_code)
+                    if run.error is None and _keeps_tensors(run):
+                        again = run_step(module, step, batch, trainer, invented, user_code, run)
+                        run.findings += [f for f in again.findings if f.kind == "state-carried"]
                     others = any(other.error is None for other in runs)
                     if run.error is not None and shared_batch and others:
                         notes.append(_not_run(run))
                     else:
                         runs.append(run)
-        findings = [*hooks, *_findings(module, runs)]
+        findings = [*hooks, *_findings(module, runs, getattr(trainer, "callbacks", ()))]
     steps = tuple(dict.fromkeys(run.step for run in runs))
     return Diagnosis(type(module).__name__, steps, _in_order(_merged(findings)), tuple(notes))
+
+
+def _keeps_tensors(run: StepRun) -> bool:
+    return any(device_tensors_in(change.now) for change in run.walk.changes)
 
 
 def _not_run(run: StepRun) -> str:
@@ -151,14 +160,14 @@ def _error_text(run: StepRun) -> str:
     return f"{type(run.error).__name__}{': ' + lines[0] if lines else ''}"
 
 
-def _findings(module: Any, runs: Sequence[StepRun]) -> Iterable[Finding]:
+def _findings(module: Any, runs: Sequence[StepRun], callbacks: Sequence[Any]) -> Iterable[Finding]:
     """Everything that the runs, taken together, showed."""
     functions: Dict[Any, RunFunction] = {}
     lines = set()
     for run in runs:
         functions.update(run.walk.functions)
         lines |= run.walk.lines
-    changing = changing_attributes(module, functions)
+    changing = changing_attributes(module, functions, callbacks)
     for run in runs:
         scopes = _reachable(run.walk.functions)
         yield from _with_live_fix(run.findings, scopes)
@@ -213,9 +222,16 @@ def _change_findings(
     if change.kind == "buffer":
         yield finding("buffer-reassigned", owner, run.step, change.site, change.what[5:])
         return
+    if any(
+        found.kind == "state-carried" and f"`{change.what}`" in found.headline
+        for found in run.findings
+    ):
+        return
     keeps = device_tensors_in(change.now)
     elsewhere = mentions(module, dict(functions), change.attribute)
-    if keeps and (change.kind == "grown" or elsewhere):
+    if elsewhere and isinstance(change.now, torch.device) and change.now.type == "ipu":
+        yield finding("device-kept", owner, run.step, change.site, change.what)
+    elif keeps and (change.kind == "grown" or elsewhere):
         yield finding("tensor-kept", owner, run.step, change.site, change.what, fails=elsewhere)
     elif not keeps and (change.kind == "grown" or change.before is not None):
         yield finding("side-effect", owner, run.step, change.site, change.what)
@@ -224,7 +240,10 @@ def _change_findings(
 def _raised(module: Any, run: StepRun) -> Finding:
     error = run.error
     site = user_frame_of(error.__traceback__ if error is not None else None)
-    return finding("step-raises", type(module).__name__, run.step, site, _error_text(run))
+    code = "" if site else f"def {run.step}"
+    place = site or first_line(module, run.step)
+    owner = type(module).__name__
+    return finding("step-raises", owner, run.step, place, _error_text(run), code=code)
 
 
 def _merged(findings: Iterable[Finding]) -> List[Finding]:
@@ -255,6 +274,8 @@ _COVERED = (
     ("metric-on-device", "side-effect"),
     ("metric-on-device", "tensor-kept"),
     ("logger-call-tensor", "logger-call"),
+    ("logger-call-tensor", "frozen-value"),
+    ("logger-call", "frozen-value"),
     ("tensor-kept", "side-effect"),
 )
 
@@ -269,7 +290,7 @@ def _without_doubles(findings: List[Finding]) -> List[Finding]:
 
 def _in_order(findings: Iterable[Finding]) -> Tuple[Finding, ...]:
     def place(found: Finding) -> Any:
-        site = found.site
-        return (not found.fails, site is None, "" if site is None else (site.file, site.line))
+        file, line = ("", 0) if found.site is None else (found.site.file, found.site.line)
+        return (not found.fails, found.site is None, file, line)
 
-    return tuple(sorted(findings, key=lambda found: (place(found)[0], str(place(found)[1:]))))
+    return tuple(sorted(findings, key=place))

@@ -27,6 +27,11 @@ class Kind(NamedTuple):
     fix: str
 
 
+_BATCH_ENDS = {
+    "validation_step": "on_validation_batch_end",
+    "test_step": "on_test_batch_end",
+    "predict_step": "on_predict_batch_end",
+}
 _ONCE = "the step's Python runs only once, when it is compiled"
 _NO_VALUE = f"{_ONCE}; there is no value to read yet"
 
@@ -35,8 +40,8 @@ KINDS: Dict[str, Kind] = {
         True,
         "reads the value of a device tensor",
         _NO_VALUE,
-        "keep the tensor, e.g. self.log(name, tensor); its value is on the host in\n"
-        "`on_train_batch_end` and the like",
+        "keep the tensor and compute with it; self.log(name, tensor) takes it as it is, and its\n"
+        "value is on the host in `on_train_batch_end(self, outputs, ...)` and the like",
     ),
     "tensor-branch": Kind(
         True,
@@ -104,7 +109,7 @@ KINDS: Dict[str, Kind] = {
     ),
     "step-tensor-used": Kind(
         True,
-        "uses a tensor that was made while another step was compiled",
+        "uses a tensor that another step made: {what}",
         "what a step computes exists on the device only, and does not outlive its compilation",
         "self.register_buffer(name, torch.zeros(...)) in `__init__`, and "
         "self.name.copy_(tensor) in the step",
@@ -193,6 +198,45 @@ KINDS: Dict[str, Kind] = {
         "PopTorch trains what comes out of a torch loss function or of poptorch.identity_loss",
         'return poptorch.identity_loss(loss, reduction="mean")',
     ),
+    "loss-arithmetic": Kind(
+        False,
+        "computes with the loss after the torch loss function",
+        "PopTorch differentiates what the torch loss function returns: what is computed from it\n"
+        "afterwards has no influence on the gradients",
+        'return poptorch.identity_loss(loss, reduction="mean")',
+    ),
+    "loss-form": Kind(
+        True,
+        "{what}",
+        "PopTorch differentiates what the torch loss function returns, one unsmoothed number",
+        'return poptorch.identity_loss(loss, reduction="mean")',
+    ),
+    "data-replaced": Kind(
+        True,
+        "replaces `.data` of a device tensor",
+        "PopTorch does not see the new tensor, only what changes the old one in place",
+        "with torch.no_grad(): tensor.copy_(...), or another call that works in place",
+    ),
+    "state-carried": Kind(
+        False,
+        "expects what the batch before left in `{what}`",
+        f"{_ONCE}; every execution starts with what `{{what}}` was then",
+        "keep it on the device, as a float buffer: self.register_buffer(name, torch.zeros(...)) in"
+        "\n`__init__`, and self.name.copy_(tensor) in the step",
+    ),
+    "device-kept": Kind(
+        True,
+        "keeps the device in `{what}`",
+        "nothing can be moved to the device outside a compiled step",
+        "use self.device where it is needed: on the host it is the CPU",
+    ),
+    "batch-object": Kind(
+        True,
+        "gets a batch with a {what}",
+        "PopTorch takes tensors out of tuples, lists, dicts and NamedTuples; others stay on the "
+        "host",
+        "give its tensors in a dict or tuple, or poptorch.registerCustomArgParser(type, parser)",
+    ),
     "buffer-reassigned": Kind(
         True,
         "replaces the buffer or parameter `{what}`",
@@ -207,7 +251,7 @@ KINDS: Dict[str, Kind] = {
     ),
     "batch-value": Kind(
         True,
-        "the batch holds a {what}",
+        "gets a batch with a {what}",
         "it becomes part of the compiled step, and the next batch with another one is refused",
         "leave it out of the batch, in the dataset's `__getitem__` or the loader's `collate_fn`",
     ),
@@ -222,9 +266,9 @@ KINDS: Dict[str, Kind] = {
     "step-raises": Kind(
         True,
         "raises {what}",
-        "the step does not run with this batch",
-        "run it on the CPU first: it fails there as well, or it does what the emulated device "
-        "does not know",
+        "the step ended there: what follows was not run",
+        "run it on the CPU first; if it runs there, another finding is the cause, or it does what\n"
+        "the emulated device does not know",
     ),
 }
 
@@ -324,6 +368,7 @@ def finding(
     quoted = code or ("" if site is None else _code_on(site))
     quoted = quoted if len(quoted) <= 72 else quoted[:71] + "…"
     place = f"{owner}.{step}" if step else owner
+    fix = fix or _filled(entry.fix, what)
     return Finding(
         kind=kind,
         fails=(entry.fails if fails is None else fails) and reached,
@@ -331,7 +376,7 @@ def finding(
         site=site,
         steps=(step,) if step else (),
         why=_filled(entry.why, what),
-        fix=fix or _filled(entry.fix, what),
+        fix=fix.replace("on_train_batch_end", _BATCH_ENDS.get(step, "on_train_batch_end")),
         received=received,
         reached=reached,
     )

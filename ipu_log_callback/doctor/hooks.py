@@ -4,6 +4,7 @@ Read in `IPUStrategy`, `IPUPrecisionPlugin`, `IPUAccelerator` and the trainer's 
 validator of pytorch-lightning 1.6.5 to 2.0.9 and of lightning-graphcore 0.1.0.
 """
 
+import ast
 import inspect
 from dataclasses import replace
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional
@@ -12,6 +13,7 @@ import torch
 
 from ipu_log_callback import _compat
 from ipu_log_callback.doctor.findings import Finding, finding
+from ipu_log_callback.doctor.source import function_node
 from ipu_log_callback.record import CallSite
 
 __all__ = ["configured_optimizers", "hook_findings"]
@@ -86,7 +88,7 @@ def hook_findings(module: Any, trainer: Any, optimizers: List[Any]) -> Iterator[
             "manual-optimization",
             owner,
             "training_step",
-            _site(getattr(type(module), "training_step", None)),
+            _switched_off(module) or _site(getattr(type(module), "training_step", None)),
             code="automatic_optimization = False",
         )
     yield from _optimizer_findings(module, owner, optimizers)
@@ -135,6 +137,22 @@ def _optimizers_in(answer: Any) -> List[Any]:
     if isinstance(answer, (list, tuple)):
         return [found for item in answer for found in _optimizers_in(item)]
     return []
+
+
+def _switched_off(module: Any) -> Optional[CallSite]:
+    """The line that turns automatic optimization off, if a method of the module's does."""
+    for base in type(module).__mro__:
+        if base.__module__.split(".")[0] in ("torch", "pytorch_lightning", "lightning", "builtins"):
+            continue
+        for code in filter(None, (getattr(m, "__code__", None) for m in vars(base).values())):
+            for part in ast.walk(function_node(code) or ast.Module([], [])):
+                if isinstance(part, ast.Assign) and any(map(_is_the_switch, part.targets)):
+                    return CallSite(code.co_filename, part.lineno)
+    return None
+
+
+def _is_the_switch(target: ast.AST) -> bool:
+    return getattr(target, "attr", "") == "automatic_optimization"
 
 
 def _site(function: Any) -> Optional[CallSite]:

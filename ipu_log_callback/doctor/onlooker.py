@@ -11,10 +11,15 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ipu_log_callback.emulator.device_tensor import DeviceTensor, function_name, is_device_tensor
+from ipu_log_callback.doctor.refused import fix_for_shape, kind_of
+from ipu_log_callback.emulator.device_tensor import (
+    OWN_KNOWLEDGE,
+    DeviceTensor,
+    function_name,
+    is_device_tensor,
+)
 from ipu_log_callback.emulator.errors import Error, NotEmulatedError
-from ipu_log_callback.emulator.graph import Graph
-from ipu_log_callback.emulator.losses import is_loss
+from ipu_log_callback.emulator.graph import Graph, Node
 from ipu_log_callback.emulator.tracing import Recorder, to_device_dtype
 from ipu_log_callback.record import CallSite
 
@@ -22,24 +27,9 @@ __all__ = ["Notice", "Onlooker"]
 
 Notice = Callable[[str, str, str], None]
 
-_BRANCHES = {"__bool__", "is_nonzero", "__contains__"}
-_MOVES = ("Illegal move to CPU", "can't convert ipu", "Cannot access data pointer")
 _STAY = {"cuda", "pin_memory", "share_memory_", "set_", "resize_"}
-_AUTOGRAD = {"backward", "grad", "register_hook", "register_post_accumulate_grad_hook"}
 #: Calls that read a value on their way to a tensor.
 _TENSOR_READS = {"gaussian_nll_loss", "one_hot", "tensor", "as_tensor"}
-
-_STATIC_SHAPES = {
-    "__getitem__": "keep the shape: torch.where(mask, x, 0), or a weighted mean "
-    "(x * mask).sum() / mask.sum()",
-    "masked_select": "keep the shape: torch.where(mask, x, 0)",
-    "nonzero": "keep the mask and compute with it: (x * mask).sum()",
-    "where": "give it all three: torch.where(condition, a, b)",
-    "bincount": "F.one_hot(x, num_classes).sum(0), with a fixed number of classes",
-    "histc": "compare with fixed edges: ((x >= low) & (x < high)).sum()",
-    "repeat_interleave": "repeat_interleave(..., output_size=N), or a fixed number of repeats",
-}
-_OTHER_SHAPE = "a tensor of fixed shape and a mask, or do it on the host in `on_train_batch_end`"
 
 
 class Onlooker(Recorder):
@@ -51,10 +41,13 @@ class Onlooker(Recorder):
         site: Tells where in the user's file the step is.
         index_positions: Which of the step's tensor arguments, flattened, are `batch_idx` and
             `dataloader_idx`.
+        holder: Tells which attribute holds a tensor.
+        before: The recorder of the step's run before this one, if it runs twice.
 
     Attributes:
         finished: Whether the step ran to its end.
         numbers: The numbers that were read from device tensors.
+        sites: Line of each recorded call, by identity of its node.
     """
 
     def __init__(
@@ -63,8 +56,12 @@ class Onlooker(Recorder):
         look: Callable[[], None],
         site: Callable[[], Optional[CallSite]],
         index_positions: Dict[int, str],
+        holder: Callable[[Any], str],
+        before: Optional["Onlooker"] = None,
     ) -> None:
         super().__init__()
+        self._holder = holder
+        self._before = before
         self.index_positions = index_positions
         self._notice = notice
         self._look = look
@@ -73,8 +70,10 @@ class Onlooker(Recorder):
         self.indices: Dict[int, str] = {}
         self.metric_values: Dict[int, str] = {}
         self.numbers: Set[float] = set()
+        self.sites: Dict[int, Optional[CallSite]] = {}
         self._spoiled: Set[int] = set()
-        self.loss_sites: Dict[int, Optional[CallSite]] = {}
+        self._read: List[torch.Tensor] = []
+        self._differentiated = False
 
     # What the rest of the doctor asks
 
@@ -135,6 +134,10 @@ class Onlooker(Recorder):
     ) -> Any:
         if self.is_suspended:
             return record(func, args, kwargs)
+        if name == "set:data":
+            return self._set_data(record, func, args)
+        if name == "get:grad" and self._differentiated:
+            return self._zero_gradient(args[0])
         if name.startswith(("get:", "set:")) or name in ("size", "dim", "numel", "detach"):
             return record(func, args, kwargs)
         self._look()
@@ -143,16 +146,27 @@ class Onlooker(Recorder):
         try:
             result = record(func, args, kwargs)
         except (Error, RuntimeError, TypeError) as error:
-            kind = _kind(name, error)
+            kind = kind_of(name, error)
             if kind is None:
                 raise
             result = self._instead(kind, func, name, args, kwargs, told=told)
         if told:
             self._spoiled.update(tensor._slot for tensor in _device_tensors(result))
-        for node in self.graph.nodes[known:]:
-            if is_loss(node, self.values):
-                self.loss_sites[id(node)] = self._site()
+        if len(self.graph.nodes) > known:
+            site = self._site()
+            self.sites.update((id(node), site) for node in self.graph.nodes[known:])
         return result
+
+    def _set_data(self, record: Callable[..., Any], func: Any, args: Tuple[Any, ...]) -> Any:
+        try:
+            return record(func, args, {})
+        except NotEmulatedError:
+            self._notice("data-replaced", "", "")
+        tensor, value = self._with_all_on_device(list(args))
+        if self._hidden(tensor).shape == self._hidden(value).shape:
+            with torch.no_grad():
+                self._record("copy_", torch.Tensor.copy_, (tensor.detach(), value), {})
+        return None
 
     def _check_metric_values(self, name: str, args: Any, kwargs: Any) -> bool:
         """Notice that a metric's value is used; whether that is what this call is about."""
@@ -174,7 +188,7 @@ class Onlooker(Recorder):
         told: bool,
     ) -> Any:
         """Notice what a call does, unless it is told, and do it on the values that are known."""
-        if not told:
+        if not told and not (kind == "host-tensor" and self._all_read((args, kwargs))):
             self._tell(kind, name, args, kwargs)
         if kind == "autograd":
             return self._no_gradients(name, args, kwargs)
@@ -198,11 +212,18 @@ class Onlooker(Recorder):
         if index and kind in ("value-read", "tensor-branch", "tensor-format", "host-move"):
             self._notice("batch-index", index, "")
         elif kind == "dynamic-shape":
-            self._notice(kind, _STATIC_SHAPES.get(name, _OTHER_SHAPE), "")
+            self._notice(kind, fix_for_shape(name), "")
+        elif name in _STAY:
+            self._notice(kind, name, f"leave out `{name}`: all of the step is on the device")
+        elif kind == "host-move" and self._is_made_here(_device_tensors((args, kwargs))):
+            self._notice(kind, name, "leave out the move: what the step makes is on the device")
         elif name == "one_hot":
             self._notice(kind, "", "F.one_hot(x, num_classes=N)")
         else:
             self._notice(kind, name, "")
+
+    def _is_made_here(self, tensors: List[Any]) -> bool:
+        return all(self._sources(tensor._slot) <= set(self.graph.constants) for tensor in tensors)
 
     def _read_tensor(self, name: str, result: torch.Tensor) -> torch.Tensor:
         if name in _TENSOR_READS:
@@ -210,14 +231,28 @@ class Onlooker(Recorder):
                 return self._tensor(to_device_dtype(result.detach()).clone())
         # on the host from now on, and so not noticed again
         with self._hidden_run():
-            return result.detach().clone()
+            self._read.append(result.detach().clone())
+        return self._read[-1]
+
+    def _all_read(self, arguments: Any) -> bool:
+        """Whether all host tensors among some arguments came from the device, as was noticed."""
+        on_host = [tensor for tensor in _tensors(arguments) if not is_device_tensor(tensor)]
+        return all(any(tensor is read for read in self._read) for tensor in on_host)
 
     def _no_gradients(self, name: str, args: Any, kwargs: Any) -> Any:
+        self._differentiated = True
         if name != "grad":
             return None
         inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
         inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
         return tuple(self._record("zeros_like", torch.zeros_like, (i,), {}) for i in inputs)
+
+    def _zero_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
+        if is_device_tensor(tensor):
+            made: torch.Tensor = self._record("zeros_like", torch.zeros_like, (tensor,), {})
+            return made
+        with self._hidden_run():
+            return torch.zeros_like(tensor)
 
     def _plain(self, value: Any) -> Any:
         """Arguments with real tensors in place of device tensors."""
@@ -239,13 +274,33 @@ class Onlooker(Recorder):
             return self._move(value._recorder.values[value._slot])
         return _mapped(value, self.revived)
 
+    def tell_backward(self) -> None:
+        """Notice that gradients are asked for; tensors have some from now on."""
+        self._differentiated = True
+        self._notice("autograd", "", "")
+
     def is_stale(self, tensor: torch.Tensor) -> bool:
         """Whether a device tensor was made while another step was compiled."""
         return is_device_tensor(tensor) and tensor._recorder is not self  # type: ignore[attr-defined]
 
-    def tell_stale(self) -> None:
-        """Notice that a tensor of another step is used."""
-        self._notice("step-tensor-used", "", "")
+    def tell_stale(self, tensor: Any) -> None:
+        """Notice that a tensor of another run is used: of another step, or of this one's first."""
+        recorder, holder = tensor._recorder, self._holder(tensor)
+        varies = recorder.varies(tensor._slot)
+        if recorder is self._before:
+            if varies:
+                self._notice("state-carried", holder or "self", "")
+            return
+        fix = "" if varies else "make it in `__init__`, as a buffer: self.register_buffer(...)"
+        self._notice("step-tensor-used", f"`{holder}`" if holder else "see where", fix)
+
+    def varies(self, slot: int) -> bool:
+        """Whether a value can differ from one execution to the next."""
+        steady = set(self.graph.constants)
+        producers = {out: node for node in self.graph.nodes for out, _ in node.outputs}
+        return any(source not in steady for source in self._sources(slot)) or any(
+            node.random for out, node in producers.items() if out in self._ancestry(slot, producers)
+        )
 
     # Where values come from
 
@@ -264,17 +319,18 @@ class Onlooker(Recorder):
     def _sources(self, slot: int) -> Set[int]:
         """The slots without a call of their own that a value was computed from."""
         producers = {out: node for node in self.graph.nodes for out, _ in node.outputs}
-        sources, stack, seen = set(), [slot], set()
+        return {past for past in self._ancestry(slot, producers) if past not in producers}
+
+    @staticmethod
+    def _ancestry(slot: int, producers: Dict[int, Node]) -> Set[int]:
+        """A slot and all that its value was computed from."""
+        stack, seen = [slot], set()
         while stack:
             current = stack.pop()
-            if current in seen:
-                continue
-            seen.add(current)
-            if current in producers:
-                stack.extend(producers[current].reads)
-            else:
-                sources.add(current)
-        return sources
+            if current not in seen:
+                seen.add(current)
+                stack.extend(producers[current].reads if current in producers else ())
+        return seen
 
 
 class _StaleTensors(TorchFunctionMode):
@@ -289,37 +345,26 @@ class _StaleTensors(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         onlooker = self._onlooker
-        asks = onlooker.is_suspended or function_name(func).startswith("get:")
-        if not asks and any(map(onlooker.is_stale, _device_tensors((args, kwargs)))):
-            onlooker.tell_stale()
+        name = function_name(func)
+        asks = onlooker.is_suspended or name in OWN_KNOWLEDGE or name.startswith("get:")
+        stale = [] if asks else [t for t in _device_tensors((args, kwargs)) if onlooker.is_stale(t)]
+        if stale:
+            for tensor in stale:
+                onlooker.tell_stale(tensor)
             args, kwargs = onlooker.revived(args), onlooker.revived(kwargs)
         return func(*args, **kwargs)
 
 
-def _kind(name: str, error: Exception) -> Optional[str]:
-    """The kind of finding that one of the emulator's refusals is, if it is one."""
-    text = str(error)
-    if isinstance(error, NotEmulatedError):
-        return "autograd" if name in _AUTOGRAD else None
-    if "aten::item is only supported" in text:
-        if name in _BRANCHES:
-            return "tensor-branch"
-        return "tensor-format" if name == "__format__" else "value-read"
-    if any(move in text for move in _MOVES):
-        return "host-move"
-    if "Type inference failed" in text:
-        return "dynamic-shape"
-    if "Unsupported ops found" in text:
-        return "unsupported-op"
-    return "host-tensor" if "Expected an IPU tensor" in text else None
-
-
 def _device_tensors(value: Any) -> List[Any]:
+    return [tensor for tensor in _tensors(value) if is_device_tensor(tensor)]
+
+
+def _tensors(value: Any) -> List[Any]:
     found: List[Any] = []
     stack = [value]
     while stack:
         item = stack.pop()
-        if is_device_tensor(item):
+        if isinstance(item, torch.Tensor):
             found.append(item)
         elif isinstance(item, (list, tuple)):
             stack.extend(item)

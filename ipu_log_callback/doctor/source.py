@@ -17,7 +17,7 @@ import torch
 
 from ipu_log_callback.doctor.walk import RunFunction
 
-__all__ = ["UNKNOWN", "Scope", "function_node", "scope_of", "segment"]
+__all__ = ["UNKNOWN", "Scope", "attribute_of", "function_node", "scope_of", "segment"]
 
 UNKNOWN = object()
 FunctionNode = ast.FunctionDef
@@ -49,7 +49,7 @@ class Scope:
             return self._name(expression.id)
         if isinstance(expression, ast.Attribute):
             base = self.resolve(expression.value)
-            return UNKNOWN if base is UNKNOWN else _attribute(base, expression.attr)
+            return UNKNOWN if base is UNKNOWN else attribute_of(base, expression.attr)
         if isinstance(expression, ast.Constant):
             return expression.value
         return UNKNOWN
@@ -89,7 +89,8 @@ class Scope:
                     yield scope
 
 
-def _attribute(base: Any, name: str) -> Any:
+def attribute_of(base: Any, name: str) -> Any:
+    """An attribute, found without running any of the object's code, or `UNKNOWN`."""
     if isinstance(base, torch.Tensor):
         return UNKNOWN
     if isinstance(base, torch.nn.Module):
@@ -171,7 +172,12 @@ def function_node(code: types.CodeType) -> Any:
     return _functions(lines).get((code.co_name, code.co_firstlineno))
 
 
-def segment(file: str, node: ast.AST) -> str:
+def segment(file: str, node: Any) -> str:
     """The text of an expression, on one line."""
-    text = ast.get_source_segment("".join(linecache.getlines(file)), node) or ""
-    return " ".join(text.split())
+    # `ast.get_source_segment` splits the whole file anew for each expression
+    lines = [line.encode() for line in linecache.getlines(file)[node.lineno - 1 : node.end_lineno]]
+    if not lines:
+        return ""
+    lines[-1] = lines[-1][: node.end_col_offset]
+    lines[0] = lines[0][node.col_offset :]
+    return " ".join(b"".join(lines).decode(errors="replace").split())

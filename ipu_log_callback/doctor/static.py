@@ -11,11 +11,11 @@ import logging
 import random
 import time
 import types
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 
-from ipu_log_callback.doctor.source import UNKNOWN, Scope, function_node, segment
+from ipu_log_callback.doctor.source import UNKNOWN, Scope, attribute_of, function_node, segment
 from ipu_log_callback.doctor.walk import RunFunction
 from ipu_log_callback.live import live
 from ipu_log_callback.record import CallSite
@@ -53,7 +53,10 @@ class Remark(NamedTuple):
 
 
 def remarks(
-    scope: Scope, module: Any, lines: Set[Tuple[str, int]], changing: Dict[str, str]
+    scope: Scope,
+    module: Any,
+    lines: Set[Tuple[str, int]],
+    changing: Dict[Tuple[int, str], str],
 ) -> Iterator[Remark]:
     """What the source of one function tells.
 
@@ -61,14 +64,19 @@ def remarks(
         scope: The function.
         module: The LightningModule.
         lines: The lines that ran.
-        changing: Attributes of the module that hooks change, with the hook's name.
+        changing: Attributes that hooks change, by identity of their owner and name, with the
+            hook's name.
     """
     yield from _Reader(scope, module, lines, changing).read()
 
 
 class _Reader:
     def __init__(
-        self, scope: Scope, module: Any, lines: Set[Tuple[str, int]], changing: Dict[str, str]
+        self,
+        scope: Scope,
+        module: Any,
+        lines: Set[Tuple[str, int]],
+        changing: Dict[Tuple[int, str], str],
     ) -> None:
         self._scope = scope
         self._module = module
@@ -188,11 +196,11 @@ class _Reader:
         if node.attr in _CHANGING and self._is_own(node):
             if not isinstance(vars(self._module).get(node.attr), torch.Tensor):
                 self._add("frozen-value", text, node)
-        elif node.attr in self._changing and self._scope.resolve(node.value) is self._module:
-            value = vars(self._module).get(node.attr, UNKNOWN)
-            if isinstance(value, _PLAIN):
-                hook = self._changing[node.attr]
-                self._add("frozen-value", text, node, f"`{hook}` changes it")
+            return
+        owner = self._scope.resolve(node.value)
+        hook = self._changing.get((id(owner), node.attr))
+        if hook is not None and isinstance(vars(owner).get(node.attr, UNKNOWN), _PLAIN):
+            self._add("frozen-value", text, node, f"`{hook}` changes it")
 
 
 def host_methods(module: Any, run: Dict[types.CodeType, RunFunction]) -> Iterator[Tuple[str, Any]]:
@@ -208,29 +216,54 @@ def host_methods(module: Any, run: Dict[types.CodeType, RunFunction]) -> Iterato
                     yield name, node
 
 
-def changing_attributes(module: Any, run: Dict[types.CodeType, RunFunction]) -> Dict[str, str]:
-    """Attributes of the module that a hook which runs between executions assigns to."""
-    found: Dict[str, str] = {}
-    for name, node in host_methods(module, run):
-        if not name.startswith("on_") or name in _BEFORE:
+def changing_attributes(
+    module: Any, run: Dict[types.CodeType, RunFunction], callbacks: Sequence[Any]
+) -> Dict[Tuple[int, str], str]:
+    """Attributes that a hook which runs between executions assigns to.
+
+    Args:
+        module: The LightningModule.
+        run: The functions that its steps ran.
+        callbacks: The callbacks of its trainer.
+
+    Returns:
+        The hook's name, by identity of the attribute's owner (the module, or what it holds) and
+        name.
+    """
+    found: Dict[Tuple[int, str], str] = {}
+    hooks = [(name, name, node, 0) for name, node in host_methods(module, run)]
+    for callback in callbacks:
+        for name, node in host_methods(callback, run):
+            hooks.append((name, f"{type(callback).__name__}.{name}", node, 2))
+    for name, shown, node, position in hooks:
+        arguments = node.args.args
+        if not name.startswith("on_") or name in _BEFORE or len(arguments) <= position:
             continue
-        for part in ast.walk(node):
-            targets = (
-                part.targets
-                if isinstance(part, ast.Assign)
-                else [part.target]
-                if isinstance(part, (ast.AugAssign, ast.AnnAssign))
-                else []
-            )
-            for target in targets:
-                if (
-                    isinstance(target, ast.Attribute)
-                    and isinstance(target.value, ast.Name)
-                    and node.args.args
-                    and target.value.id == node.args.args[0].arg
-                ):
-                    found.setdefault(target.attr, name)
+        for target in _assigned(node):
+            owner = _reached(target.value, arguments[position].arg, module)
+            if owner is not UNKNOWN:
+                found.setdefault((id(owner), target.attr), shown)
     return found
+
+
+def _assigned(function: ast.AST) -> Iterator[ast.Attribute]:
+    for part in ast.walk(function):
+        targets: List[Any] = []
+        if isinstance(part, ast.Assign):
+            targets = part.targets
+        elif isinstance(part, (ast.AugAssign, ast.AnnAssign)):
+            targets = [part.target]
+        yield from (target for target in targets if isinstance(target, ast.Attribute))
+
+
+def _reached(expression: ast.AST, name: str, module: Any) -> Any:
+    """What an expression like `self.loss` stands for, given that `self` is the module."""
+    if isinstance(expression, ast.Name):
+        return module if expression.id == name else UNKNOWN
+    if not isinstance(expression, ast.Attribute):
+        return UNKNOWN
+    base = _reached(expression.value, name, module)
+    return UNKNOWN if base is UNKNOWN else attribute_of(base, expression.attr)
 
 
 def mentions(module: Any, run: Dict[types.CodeType, RunFunction], attribute: str) -> bool:

@@ -14,7 +14,7 @@ from ipu_log_callback.doctor.findings import Finding, finding
 from ipu_log_callback.doctor.losses import loss_faults
 from ipu_log_callback.doctor.module_state import swapped
 from ipu_log_callback.doctor.onlooker import Onlooker
-from ipu_log_callback.doctor.user_code import UserCode
+from ipu_log_callback.doctor.user_code import UserCode, fix_for_library
 from ipu_log_callback.doctor.walk import Walk
 from ipu_log_callback.doctor.witness import (
     Witness,
@@ -27,7 +27,7 @@ from ipu_log_callback.emulator.structures import flatten
 from ipu_log_callback.metrics import Metrics
 from ipu_log_callback.record import CallSite
 
-__all__ = ["Batch", "StepRun", "run_step"]
+__all__ = ["Batch", "StepRun", "first_line", "run_step"]
 
 
 class Batch(NamedTuple):
@@ -50,7 +50,10 @@ class StepRun:
         walk: The lines and functions that ran, and what they changed.
         findings: What was noticed on the way.
         error: What ended the run early, if anything did.
+        onlooker: The recorder.
     """
+
+    onlooker: Onlooker
 
     def __init__(self, step: str, module: Any, user_code: UserCode) -> None:
         self.step = step
@@ -70,8 +73,8 @@ class StepRun:
         received = ""
         if through:
             received = f"in {through}"
-            if through.startswith("torchmetrics.functional") and kind != "metric-on-device":
-                fix = fix or "the function's validate_args=False, or a metric object of the module"
+            if kind != "metric-on-device":
+                fix = fix or fix_for_library(through, kind)
         elif kind in ("frozen-log",):
             received = what
         self.add(kind, site, what, fix=fix, received=received)
@@ -100,7 +103,13 @@ class _OneStep(torch.nn.Module):
 
 
 def run_step(
-    module: Any, step: str, batch: Batch, trainer: Any, invented: bool, user_code: UserCode
+    module: Any,
+    step: str,
+    batch: Batch,
+    trainer: Any,
+    invented: bool,
+    user_code: UserCode,
+    before: Optional[StepRun] = None,
 ) -> StepRun:
     """Run a step once and go on past everything that would end it.
 
@@ -111,15 +120,24 @@ def run_step(
         trainer: The trainer that the module is attached to.
         invented: Whether that trainer is the doctor's own.
         user_code: Tells the user's code from that of libraries.
+        before: The step's run before this one: what is used of it is carried from one batch to
+            the next.
     """
     run = StepRun(step, module, user_code)
-    arguments, names = _arguments(module, step, batch)
-    for what in sorted(set(_not_tensors(batch.value, "batch"))):
-        site = _first_line(module, step)
-        run.add("batch-value", site, what, code="def " + step)
+    arguments, names, given_once = _arguments(module, step, batch)
+    for kind, what in sorted(set(_not_tensors(batch.value, "batch"))):
+        site = first_line(module, step)
+        run.add(kind, site, what, code="def " + step)
     metrics = Metrics(module)
     positions = _index_positions(arguments, names)
-    onlooker = Onlooker(run.notice, lambda: _look_for_metrics(run, user_code), run.site, positions)
+    onlooker = run.onlooker = Onlooker(
+        run.notice,
+        lambda: _look_for_metrics(run, user_code),
+        run.site,
+        positions,
+        run.walk.holder_of,
+        None if before is None else before.onlooker,
+    )
     witness = Witness(module, step, metrics, onlooker, run.notice, run.site)
     training = step == "training_step"
 
@@ -129,16 +147,11 @@ def run_step(
             stack.enter_context(metrics.shown())
             stack.enter_context(prints_watched(run.notice, lambda: _is_users(user_code)))
             stack.enter_context(loggers_watched(module, trainer, run.notice, invented))
-            stack.enter_context(manual_optimization_watched(module, run.notice))
+            stack.enter_context(manual_optimization_watched(module, onlooker.tell_backward))
             stack.enter_context(run.walk.watching())
-            output = witness.run(function, *args, **kwargs)
-        if training:
-            graph = onlooker.snapshot()
-            for kind, what, site in loss_faults(
-                graph, onlooker.values, output, witness.anchored, onlooker.loss_sites
-            ):
-                code = "" if site else f"def {step}"
-                run.add(kind, site or _first_line(module, step), what, code=code)
+            output = witness.run(function, *args, **kwargs, **given_once)
+        if training and module.automatic_optimization:
+            _judge_losses(run, module, output, witness.anchored)
         return output
 
     module.train(training)
@@ -154,11 +167,35 @@ def run_step(
             # after the step: what PopTorch makes of its graph is said elsewhere
             if not onlooker.finished and "reassigned within" not in str(error):
                 run.error = error
+    if any(found.kind == "batch-object" for found in run.findings):
+        # what is in it stays on the host, and that is said
+        run.findings = [found for found in run.findings if found.kind != "host-tensor"]
     return run
 
 
-def _arguments(module: Any, step: str, batch: Batch) -> Tuple[List[Any], List[str]]:
-    """The step's arguments as Lightning's IPU strategy gives them: indices are tensors."""
+def _judge_losses(run: StepRun, module: Any, output: Any, anchored: List[Any]) -> None:
+    onlooker = run.onlooker
+    code = getattr(_function(module, run.step), "__code__", None)
+    returns = None if code is None else run.walk.returned.get(code)
+    faults = loss_faults(onlooker.snapshot(), onlooker.values, output, anchored, onlooker.sites)
+    for fault in faults:
+        site = fault.site or (returns if output is not None else None)
+        text = "" if site else f"def {run.step}"
+        run.add(
+            fault.kind, site or first_line(module, run.step), fault.what, code=text, fix=fault.fix
+        )
+
+
+#: Arguments of a step that Lightning gives when it has several optimizers, or splits sequences.
+_GIVEN_ONCE = {"optimizer_idx": 0, "hiddens": None}
+
+
+def _arguments(module: Any, step: str, batch: Batch) -> Tuple[List[Any], List[str], Dict[str, Any]]:
+    """The step's arguments as Lightning's IPU strategy gives them: indices are tensors.
+
+    Returns:
+        The arguments, their names, and further ones that are no part of the batch.
+    """
     parameters = [
         parameter
         for parameter in inspect.signature(getattr(module, step)).parameters.values()
@@ -178,7 +215,8 @@ def _arguments(module: Any, step: str, batch: Batch) -> Tuple[List[Any], List[st
         else:
             break
         names.append(parameter.name)
-    return given, names
+    required = {p.name for p in parameters if p.default is p.empty} - set(names)
+    return given, names, {k: v for k, v in _GIVEN_ONCE.items() if k in required}
 
 
 def _index_positions(arguments: List[Any], names: List[str]) -> Dict[int, str]:
@@ -202,7 +240,7 @@ def _as_lightning_gives(value: Any) -> Any:
     return value
 
 
-def _not_tensors(value: Any, path: str) -> Iterator[str]:
+def _not_tensors(value: Any, path: str) -> Iterator[Tuple[str, str]]:
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _not_tensors(item, f"{path}[{key!r}]")
@@ -210,11 +248,18 @@ def _not_tensors(value: Any, path: str) -> Iterator[str]:
         for index, item in enumerate(value):
             yield from _not_tensors(item, f"{path}[{index}]")
     elif isinstance(value, str):
-        yield f"str, `{path}`"
+        yield "batch-value", f"str, `{path}`"
+    elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor) and not flatten(value):
+        yield "batch-object", f"{type(value).__name__}, `{path}`"
 
 
-def _first_line(module: Any, step: str) -> Optional[CallSite]:
-    code = getattr(getattr(type(module), step, None), "__code__", None)
+def _function(module: Any, step: str) -> Any:
+    return inspect.unwrap(getattr(module, step))
+
+
+def first_line(module: Any, step: str) -> Optional[CallSite]:
+    """Where a step is defined."""
+    code = getattr(_function(module, step), "__code__", None)
     return None if code is None else CallSite(code.co_filename, code.co_firstlineno)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from ipu_log_callback.record import CallSite
 
-__all__ = ["UserCode"]
+__all__ = ["UserCode", "fix_for_library"]
 
 #: Packages whose code is never the user's, wherever they are installed.
 _LIBRARIES = frozenset(
@@ -27,6 +27,9 @@ _LIBRARIES = frozenset(
         "torchvision",
     )
 )
+
+#: Folders of this name hold libraries wherever they are.
+_SITE = frozenset(("site-packages", "dist-packages"))
 
 
 def _library_folders() -> Tuple[str, ...]:
@@ -69,27 +72,42 @@ class UserCode:
             return bool(linecache.getlines(filename)) or not filename.startswith("<")
         if package in _LIBRARIES or not linecache.getlines(filename):
             return False
-        return not filename.startswith(self._folders)
+        # code that a library writes for itself lies elsewhere, under the library's name
+        source = getattr(sys.modules.get(package), "__file__", None) or filename
+        return not any(map(self._is_installed, (filename, source)))
+
+    def _is_installed(self, filename: str) -> bool:
+        parts = filename.replace("\\", "/").split("/")
+        return filename.startswith(self._folders) or not _SITE.isdisjoint(parts)
 
     def owns_frame(self, frame: FrameType) -> bool:
         """Whether a frame runs the user's code."""
         return self.owns(frame.f_code, frame.f_globals.get("__name__", ""))
+
+    def caller_of(self, frame: FrameType) -> Optional[FrameType]:
+        """The innermost frame of the user's below which a frame runs, within the same step."""
+        caller = frame.f_back
+        while caller is not None and not self.owns_frame(caller):
+            if caller.f_globals.get("__name__", "").split(".")[0] == "ipu_log_callback":
+                return None
+            caller = caller.f_back
+        return caller
 
     def innermost(self, frame: Optional[FrameType] = None) -> Tuple[Optional[CallSite], str]:
         """The innermost line of the user's that led here, and the library code that it called.
 
         Returns:
             The line, and `torchmetrics/functional/accuracy.py:12` or the like if library code that
-            is neither torch nor Lightning stands between.
+            decides by itself to look at values stands between.
         """
         frame = frame or sys._getframe(1)
         through = ""
         while frame is not None:
             if self.owns_frame(frame):
                 return CallSite(frame.f_code.co_filename, frame.f_lineno), through
-            package = frame.f_globals.get("__name__", "").split(".")[0]
-            if package in _NAMED and not through:
-                through = f"{frame.f_globals['__name__']}, line {frame.f_lineno}"
+            name = frame.f_globals.get("__name__", "")
+            if not through and (name.split(".")[0] in _NAMED or name.startswith(_NAMED_OF_TORCH)):
+                through = f"{name}, line {frame.f_lineno}"
             frame = frame.f_back
         return None, through
 
@@ -109,3 +127,31 @@ class UserCode:
 _NAMED = frozenset(
     ("PIL", "matplotlib", "pandas", "scipy", "sklearn", "torchmetrics", "transformers")
 )
+#: Parts of torch that do so.
+_NAMED_OF_TORCH = ("torch.distributions", "torch.nn.modules.transformer", "torch.nn.utils")
+
+#: Of parts of libraries, what keeps them from reading values.
+_FIXES = {
+    "torchmetrics.functional": "the function's validate_args=False, or a metric object of the "
+    "module",
+    "torch.nn.modules.transformer": "give `is_causal` or `tgt_is_causal` as a bool: torch then "
+    "does not look into the mask",
+}
+_OTHER = (
+    "look for an option of the library that avoids it, or make the call on the host in\n"
+    "`on_train_batch_end(self, outputs, ...)` and the like"
+)
+_OF_THE_STEP = "make the distribution in the step, from tensors on the device"
+
+
+def fix_for_library(through: str, kind: str) -> str:
+    """What to type where a library's code does what a finding says, or `""`.
+
+    Args:
+        through: The library's module and line, as `UserCode.innermost` gives it.
+        kind: Kind of the finding.
+    """
+    if kind == "host-tensor":
+        return _OF_THE_STEP if through.startswith("torch.distributions") else ""
+    other = _OTHER if kind in ("value-read", "tensor-branch", "tensor-format", "host-move") else ""
+    return next((fix for start, fix in _FIXES.items() if through.startswith(start)), other)

@@ -81,11 +81,20 @@ class Walk:
         self.lines: Set[Tuple[str, int]] = set()
         self.functions: Dict[CodeType, RunFunction] = {}
         self.changes: List[Change] = []
+        self.returned: Dict[CodeType, CallSite] = {}
         self._line: Optional[CallSite] = None
         self._state: Dict[Tuple[str, str], Any] = {}
         self._globals: Dict[str, Dict[str, Any]] = {}
         self._ignored = set(vars(_compat.lightning_class_of(module)())) | _LIGHTNINGS_OWN
         self._owners = list(self._state_owners())
+
+    def holder_of(self, tensor: Any) -> str:
+        """The attribute that holds a tensor, as a user would write it, or `""`."""
+        for prefix, owner in self._owners:
+            for name, value in getattr(owner, "__dict__", {}).items():
+                if name not in self._ignored and _holds(value, tensor):
+                    return f"{prefix}.{name}"
+        return ""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -118,9 +127,11 @@ class Walk:
         if event == "line":
             self._line = CallSite(frame.f_code.co_filename, frame.f_lineno)
             self.lines.add((self._line.file, self._line.line))
-        elif event == "return" and frame.f_back and self._user_code.owns_frame(frame.f_back):
-            caller = frame.f_back
-            self._line = CallSite(caller.f_code.co_filename, caller.f_lineno)
+        elif event == "return":
+            self.returned[frame.f_code] = CallSite(frame.f_code.co_filename, frame.f_lineno)
+            caller = self._user_code.caller_of(frame)
+            if caller is not None:
+                self._line = CallSite(caller.f_code.co_filename, caller.f_lineno)
         return self._on_line
 
     # -- state ------------------------------------------------------------------------------
@@ -179,7 +190,7 @@ class Walk:
                 )
             return
         what = f"{prefix}.{name}" if prefix else name
-        if isinstance(new, tuple) and isinstance(old, tuple):
+        if isinstance(new, _Outline) and isinstance(old, _Outline):
             added = [item for item in new if not any(item is other for other in old)]
             self.changes.append(Change(self._line, what, name, "grown", None, added))
             return
@@ -197,20 +208,33 @@ def _owner_of(frame: FrameType) -> Any:
     return first if is_method else None
 
 
+class _Outline(tuple):  # type: ignore[type-arg]  # of anything
+    """What a container held."""
+
+
 def _outline(value: Any, depth: int = 0) -> Any:
-    """What of a value tells whether it changed: itself, or a tuple of what a container holds."""
+    """What of a value tells whether it changed: itself, or an outline of what a container holds."""
     if not isinstance(value, _CONTAINERS) or depth == _DEEPEST:
         return value
     if len(value) > _LONGEST:
-        return (len(value),)
+        return _Outline((len(value),))
     items = value.values() if isinstance(value, dict) else value
-    return tuple(_outline(item, depth + 1) for item in list(items))
+    return _Outline(_outline(item, depth + 1) for item in list(items))
 
 
 def _same(old: Any, new: Any) -> bool:
-    if isinstance(old, tuple) and isinstance(new, tuple):
+    if isinstance(old, _Outline) and isinstance(new, _Outline):
         return len(old) == len(new) and all(map(_same, old, new))
     return old is new or (isinstance(old, _NUMBERS) and isinstance(new, _NUMBERS) and old == new)
+
+
+def _holds(value: Any, tensor: Any, depth: int = 0) -> bool:
+    if value is tensor or depth > _DEEPEST:
+        return value is tensor
+    if not isinstance(value, (tuple, *_CONTAINERS)) or len(value) > _LONGEST:
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return any(_holds(item, tensor, depth + 1) for item in list(items))
 
 
 def device_tensors_in(value: Any, depth: int = 0) -> bool:

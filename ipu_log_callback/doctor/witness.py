@@ -154,6 +154,10 @@ class _InertOptimizer:
     def __init__(self, real: Any) -> None:
         self._real = real
 
+    @property  # type: ignore[misc]  # `isinstance(opt, Optimizer)` must hold
+    def __class__(self) -> Any:
+        return type(self._real)
+
     def __getattr__(self, name: str) -> Any:
         if name in ("param_groups", "state", "optimizer", "get_last_lr"):
             return getattr(self._real, name)
@@ -161,8 +165,13 @@ class _InertOptimizer:
 
 
 @contextmanager
-def manual_optimization_watched(module: Any, notice: Notice) -> Iterator[None]:
-    """Let a step that optimizes by hand run to its end, without optimizing."""
+def manual_optimization_watched(module: Any, tell: Callable[[], None]) -> Iterator[None]:
+    """Let a step that optimizes by hand run to its end, without optimizing.
+
+    Args:
+        module: The LightningModule.
+        tell: Called where it asks for gradients.
+    """
     if module.automatic_optimization:
         yield
         return
@@ -175,7 +184,7 @@ def manual_optimization_watched(module: Any, notice: Notice) -> Iterator[None]:
         pass
 
     def backward(*_: Any, **__: Any) -> None:
-        notice("autograd", "", "")
+        tell()
 
     replaced = {"optimizers": given, "lr_schedulers": given, "manual_backward": backward}
     for name in ("toggle_optimizer", "untoggle_optimizer", "clip_gradients"):

@@ -11,12 +11,12 @@ import torch
 from ipu_log_callback.emulator._torch_private import make_device_tensor, without_torch_function
 from ipu_log_callback.emulator.refusals import no_active_dispatch
 
-__all__ = ["DEVICE", "DeviceTensor", "is_device_tensor"]
+__all__ = ["DEVICE", "OWN_KNOWLEDGE", "DeviceTensor", "is_device_tensor"]
 
 DEVICE = torch.device("ipu:0")
 
-# What a tensor knows without its values.
-_OWN_KNOWLEDGE = {
+#: What a tensor knows without its values, and for ever.
+OWN_KNOWLEDGE = {
     "get:shape", "get:dtype", "get:device", "get:ndim", "get:requires_grad", "get:is_leaf",
     "get:layout", "get:grad",
     "get:grad_fn", "get:is_cuda", "get:is_ipu", "get:is_cpu", "get:names", "get:is_sparse",
@@ -82,7 +82,7 @@ class DeviceTensor(torch.Tensor):
         if name in ("__repr__", "__str__"):
             with without_torch_function():
                 return f"tensor(<unavailable>, device='{DEVICE}', size={tuple(args[0].shape)})"
-        if name not in _OWN_KNOWLEDGE:
+        if name not in OWN_KNOWLEDGE:
             raise no_active_dispatch()
         with without_torch_function():
             return func(*args, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any, Dict
 from ipu_log_callback.emulator.errors import NotEmulatedError, backend_error
 from ipu_log_callback.emulator.graph import Graph, Node
 
-__all__ = ["final_loss", "is_loss"]
+__all__ = ["final_loss", "is_loss", "smooths_labels"]
 
 _SOURCE = "poptorch/source/RemoveSurplusIdentityLosses.cpp"
 
@@ -41,6 +41,12 @@ def is_loss(node: Node, dtypes: Dict[int, Any]) -> bool:
     return True
 
 
+def smooths_labels(node: Node) -> bool:
+    """Whether a loss is smoothed: PopTorch would differentiate only its unsmoothed part."""
+    traced = node.args[5:6] if node.name == "cross_entropy_loss" else ()
+    return bool(node.kwargs.get("label_smoothing") or any(traced))
+
+
 def final_loss(graph: Graph, values: Dict[int, Any]) -> int:
     """Return the slot from which gradients flow.
 
@@ -60,8 +66,7 @@ def final_loss(graph: Graph, values: Dict[int, Any]) -> int:
             source=_SOURCE,
         )
     node = independent[0]
-    traced_smoothing = node.args[5:6] if node.name == "cross_entropy_loss" else ()
-    if node.kwargs.get("label_smoothing") or any(traced_smoothing):
+    if smooths_labels(node):
         raise NotEmulatedError(
             f"{node.name}(label_smoothing=...) as the final loss",
             "PopTorch would differentiate only its unsmoothed part; wrap it in "

@@ -288,9 +288,14 @@ class Recorder:
                 self._hidden(tensor).requires_grad_(*args[1:])
             elif name == "set:requires_grad":
                 self._hidden(tensor).requires_grad = args[1]
-            elif name == "set:data":
+            elif name == "set:data" and not self._is_own_data(tensor, args[1]):
                 raise NotEmulatedError("tensor.data = ...", "use tensor.copy_(...) in a step")
         return tensor
+
+    def _is_own_data(self, tensor: DeviceTensor, value: Any) -> bool:
+        """Whether `tensor.data = value` only ends a `tensor.data *= ...`, which was in place."""
+        groups = self.graph.groups
+        return is_device_tensor(value) and groups[value._slot] == groups[tensor._slot]
 
     def _record(self, name: str, func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         """Run a call on hidden values, note it in the graph, and wrap its result."""

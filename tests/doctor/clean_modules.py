@@ -317,6 +317,73 @@ class WeightedSum(Base):
         return poptorch.identity_loss(first + 0.1 * second, reduction="mean")
 
 
+class HandsOnLoss(Base):
+    """A loss that is handed on as it is; what is only logged may be computed from it."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self(x), y, label_smoothing=0.0)
+        self.log("perplexity", loss.exp())
+        loss = loss.unsqueeze(0).mean()
+        return {"loss": loss, "log": {"train_loss": loss}}
+
+
+class CachedConstant(Base):
+    """A constant that the one step makes when it first runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = None
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        if self.weights is None:
+            self.weights = torch.arange(1.0, CLASSES + 1, device=x.device)
+        return F.cross_entropy(self(x) * self.weights, y)
+
+
+class PairOfFeatures(Base):
+    """A tuple that every step makes anew; of the last step's only the shape is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = None
+
+    def encode(self, x):
+        if self.pair is not None and self.pair[0].size(-1) != 6:
+            raise ValueError
+        self.pair = (self.net[0](x), x)
+        return self.net[2](self.net[1](self.pair[0]))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.encode(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self.encode(batch[0]), batch[1]))
+
+
+class MaskedWeights(Base):
+    """Weights that are masked in place, through `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(6, 8).tril())
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.net[0].weight.data *= self.mask
+        return F.cross_entropy(self(x), y)
+
+
+class Reparameterized(Base):
+    """A distribution made in the step: PopTorch leaves its arguments unchecked."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        noise = torch.distributions.Normal(x, x.abs() + 1).rsample()
+        return F.cross_entropy(self(x + 0.01 * noise), y)
+
+
 CLEAN = [
     Plain,
     SharedStep,
@@ -332,4 +399,9 @@ CLEAN = [
     Features,
     Contrastive,
     WeightedSum,
+    HandsOnLoss,
+    CachedConstant,
+    PairOfFeatures,
+    MaskedWeights,
+    Reparameterized,
 ]

@@ -59,7 +59,7 @@ class Branches(Trained):
         assert loss < 1e9  # finds: tensor-branch
         while loss > 1e9:  # finds: tensor-branch
             loss = loss / 2
-        return loss * (1 if loss > 0 else 2)  # finds: tensor-branch
+        return loss * (1 if loss > 0 else 2)  # finds: tensor-branch  # remarks: loss-arithmetic
 
 
 class UsesBatchIdx(Trained):
@@ -68,7 +68,7 @@ class UsesBatchIdx(Trained):
         if batch_idx % 50 == 0:  # finds: batch-index
             self.log("sometimes", loss)
         for _ in range(batch_idx + 1):  # finds: batch-index
-            loss = loss * 1.0
+            loss = loss * 1.0  # remarks: loss-arithmetic
         return loss
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
@@ -174,7 +174,7 @@ class Freezes(Trained):
         if self.phase == "main":  # remarks: frozen-value
             loss = loss * 2
         if self.current_epoch < 5:  # remarks: frozen-value
-            loss = loss * 3
+            loss = loss * 3  # remarks: loss-arithmetic
         return loss * self.anneal() + self.alpha * logits.mean()
 
     def validation_step(self, batch, batch_idx):
@@ -188,7 +188,7 @@ class Draws(Trained):
         _, _, loss = self.step(batch)
         mix = np.random.beta(0.4, 0.4)  # remarks: frozen-random
         if random.random() < 2:  # remarks: frozen-random
-            loss = loss * mix
+            loss = loss * mix  # remarks: loss-arithmetic
         started = time.time()  # remarks: frozen-value
         self.log("seconds", time.perf_counter() - started)  # remarks: frozen-log
         day = datetime.datetime.now().day  # remarks: frozen-value
@@ -265,17 +265,17 @@ class ReturnsNothing(Trained):
 
 
 class OwnLoss(Trained):
-    def training_step(self, batch, batch_idx):  # finds: no-loss
+    def training_step(self, batch, batch_idx):
         logits, y, _ = self.step(batch)
-        return ((logits.sum(-1) - y) ** 2).mean()
+        return ((logits.sum(-1) - y) ** 2).mean()  # finds: no-loss
 
 
 class Optimizes(Trained):
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False
+        self.automatic_optimization = False  # finds: manual-optimization
 
-    def training_step(self, batch, batch_idx):  # finds: manual-optimization
+    def training_step(self, batch, batch_idx):
         _, _, loss = self.step(batch)
         loss.backward()  # finds: autograd
         return loss
@@ -284,9 +284,9 @@ class Optimizes(Trained):
 class Adversarial(Trained):
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False
+        self.automatic_optimization = False  # finds: manual-optimization
 
-    def training_step(self, batch, batch_idx):  # finds: manual-optimization
+    def training_step(self, batch, batch_idx):
         first, second = self.optimizers()
         self.toggle_optimizer(first)
         _, _, loss = self.step(batch)
@@ -418,6 +418,196 @@ class NotReached(Trained):
         return loss
 
 
+class CarriesState(Trained):
+    """What one batch leaves for the next, as in truncated backpropagation through time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = None
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        if self.memory is None:
+            self.memory = (torch.zeros_like(x), torch.zeros_like(x))
+        old = self.memory[0].detach()  # remarks: state-carried
+        x = x + 0.1 * old
+        self.memory = (x, x.abs())
+        return F.cross_entropy(self(x), y)
+
+    def on_train_epoch_end(self):
+        self.memory = None
+
+
+class CachesConstant(Trained):
+    """A constant of the training step, used in validation as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = None
+
+    def step(self, batch):
+        x, y = batch
+        if self.weights is None:
+            self.weights = torch.arange(1.0, CLASSES + 1, device=x.device)
+        logits = self(x) * self.weights  # finds: step-tensor-used
+        return logits, y, F.cross_entropy(logits, y)
+
+    def training_step(self, batch, batch_idx):
+        return self.step(batch)[2]
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.step(batch)[2])
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        x = x * 2
+        return x, x.mean()
+
+
+class KeepsPart(Trained):
+    """A tensor kept on the line that called a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Pair()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        x, self.size = self.pair(x)  # finds: tensor-kept
+        return F.cross_entropy(self(x), y)
+
+    def on_train_epoch_end(self):
+        self.log("size", self.size + 1)
+
+
+class KeepsDevice(Trained):
+    """The device of a batch, for a hook that runs on the host."""
+
+    def training_step(self, batch, batch_idx):
+        self.where = batch[0].device  # finds: device-kept
+        return self.step(batch)[2]
+
+    def on_train_epoch_end(self):
+        self.log("norm", self(torch.ones(1, 8).to(self.where)).sum())
+
+
+class AddsPenalty(Trained):
+    def training_step(self, batch, batch_idx):
+        _, _, loss = self.step(batch)
+        norm = sum(p.pow(2).sum() for p in self.parameters())
+        total = loss + 0.01 * norm  # remarks: loss-arithmetic
+        self.log("total", total)
+        return total
+
+
+class DividesLoss(Trained):
+    def training_step(self, batch, batch_idx):
+        _, y, loss = self.step(batch)
+        loss /= len(y)  # remarks: loss-arithmetic
+        return loss
+
+
+class Smooths(Trained):
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return self.criterion(self(x), y)  # finds: loss-form
+
+
+class WeighsElements(Trained):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        each = F.cross_entropy(self(x), y, reduction="none")  # finds: loss-form
+        return (each * torch.ones_like(each)).mean()
+
+
+class ReplacesData(Trained):
+    """A moving average of weights, as many write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Linear(8, 6)
+
+    def training_step(self, batch, batch_idx):
+        for fast, slow in zip(self.net[0].parameters(), self.slow.parameters()):
+            slow.data = slow.data * 0.9 + fast.data * 0.1  # finds: data-replaced
+        x, y = batch
+        return F.cross_entropy(self.net[2](self.net[0](x) + self.slow(x)), y)
+
+
+class ComesBack(Trained):
+    """A tensor moved to the host and used with others again: one fault."""
+
+    def training_step(self, batch, batch_idx):
+        logits, y, _ = self.step(batch)
+        logits = logits + logits.detach().cpu()  # finds: host-move
+        logits = logits.cuda()  # finds: host-move
+        weight = torch.tensor(2.0).to("cpu")  # finds: host-move
+        return F.cross_entropy(logits * weight, y)
+
+
+class ChecksOptimizer(Trained):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False  # finds: manual-optimization
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        _, _, loss = self.step(batch)
+        self.manual_backward(loss)  # finds: autograd
+        norm = self.net[0].weight.grad.norm()
+        optimizer.step()
+        self.log("norm", norm)
+
+
+class TakesOptimizerIndex(Trained):
+    def training_step(self, batch, batch_idx, optimizer_idx):
+        if optimizer_idx == 0:
+            return self.step(batch)[2]
+        return None
+
+    def configure_optimizers(self) -> Any:  # finds: trainer-setting
+        return [torch.optim.SGD(self.net[i].parameters(), 0.1) for i in (0, 2)], []
+
+
+class Sharpened(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heat = 1.0
+
+    def forward(self, x):
+        return x * self.heat  # remarks: frozen-value
+
+
+class FreezesInPart(Trained):
+    """An attribute of a submodule that a hook of the module changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sharpened = Sharpened()
+
+    def on_train_epoch_start(self):
+        self.sharpened.heat = 1.0 + self.current_epoch
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.sharpened(self(x)), y)
+
+
+class DrawsForLogger(Trained):
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        writer = self.logger.experiment
+        writer.add_scalar("size", 1, self.current_epoch)  # remarks: logger-call
+        writer.add_images("x", x, self.global_step)  # finds: logger-call-tensor
+        return self.step(batch)[2]
+
+
 FAULTY = [
     ReadsItem,
     MovesToHost,
@@ -449,4 +639,18 @@ FAULTY = [
     InHelpers,
     LogsShapes,
     NotReached,
+    CarriesState,
+    CachesConstant,
+    KeepsPart,
+    KeepsDevice,
+    AddsPenalty,
+    DividesLoss,
+    Smooths,
+    WeighsElements,
+    ReplacesData,
+    ComesBack,
+    ChecksOptimizer,
+    TakesOptimizerIndex,
+    FreezesInPart,
+    DrawsForLogger,
 ]

@@ -1,19 +1,25 @@
 """`doctor.check`: what it returns, and that it leaves a module as it was."""
 
+import importlib
+import importlib.util
 import json
 import random
 import re
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from ipu_log_callback import doctor
+from ipu_log_callback import _compat, doctor
 from ipu_log_callback.doctor.findings import KINDS
 
 from .clean_modules import CLASSES, Base, Plain
-from .faulty_modules import KeepsTensors, ReadsItem, SideEffects, Trained
+from .faulty_modules import KeepsTensors, ReadsItem, Sharpened, SideEffects, Trained
+
+NAMES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+pl = pytest.importorskip(NAMES[_compat.NAMESPACE])
 
 
 @pytest.fixture
@@ -186,3 +192,134 @@ def test_the_core_does_not_import_the_doctor():
     sources = [path for path in package.rglob("*.py") if "doctor" not in path.parts]
     assert len(sources) > 10
     assert [path for path in sources if importing.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_findings_come_in_order_of_lines(tmp_path, monkeypatch, batch):
+    """Line 9 comes before line 10."""
+    body = ["self.log('a', loss)", "print(loss)", "print(loss)", "return loss"]
+    lines = [
+        "import torch.nn.functional as F",
+        "from .clean_modules import Base",
+        "class Long(Base):",
+        "    def training_step(self, batch, batch_idx):",
+        "        x, y = batch",
+        "        loss = F.cross_entropy(self(x), y)",
+        *[f"        {line}" for line in body],
+    ]
+    path = tmp_path / "long_module.py"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(f"{__package__}.long_module", path)
+    loaded = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, loaded)
+    spec.loader.exec_module(loaded)
+    assert [found.site.line for found in doctor.check(loaded.Long(), batch).findings] == [8, 9]
+
+
+def test_the_fix_names_the_hook_of_the_step(batch):
+    """What a validation step should do on the host belongs in the hook of validation."""
+
+    class Validates(Plain):
+        def validation_step(self, batch, batch_idx):
+            self.log("mean", self(batch[0]).mean().item())
+
+    (found,) = doctor.check(Validates(), batch).findings
+    assert "`on_validation_batch_end(self, outputs, ...)`" in found.fix
+
+
+def test_a_step_that_lacks_an_argument_is_shown_where_it_is_defined(batch):
+    """An error without a line of the user's still has one: the step's own."""
+
+    class Wants(Base):
+        def training_step(self, batch, batch_idx, more):
+            return None
+
+    (found,) = doctor.check(Wants(), batch).findings
+    assert found.headline.startswith(
+        "`def training_step` in `Wants.training_step` raises TypeError"
+    )
+    assert found.site.line == Wants.training_step.__code__.co_firstlineno
+
+
+class Sample:
+    """A batch type of a user's own, without a parser."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+
+def test_a_batch_that_poptorch_cannot_take_apart_is_found(batch):
+    """Its tensors would stay on the host; that is said once, and not at every use."""
+
+    class TakesSample(Trained):
+        def training_step(self, batch, batch_idx):
+            return self.step((batch.x, batch.y))[2]
+
+    (found,) = doctor.check(TakesSample(), Sample(*batch)).findings
+    assert (found.kind, found.fails) == ("batch-object", True)
+    assert "gets a batch with a Sample, `batch`" in found.headline
+
+
+def test_what_a_callback_changes_is_known(batch):
+    """An attribute that a callback of the trainer changes freezes like one that a hook changes."""
+
+    class Ramp(pl.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            pl_module.sharpened.heat = 0.5
+
+    class Sharpens(Trained):
+        def __init__(self):
+            super().__init__()
+            self.sharpened = Sharpened()
+
+        def training_step(self, batch, batch_idx):
+            return self.step((self.sharpened(batch[0]), batch[1]))[2]
+
+    module = Sharpens()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module.trainer = pl.Trainer(
+            accelerator="cpu", callbacks=[Ramp()], logger=False, enable_checkpointing=False
+        )
+    (found,) = doctor.check(module, batch).findings
+    assert (found.kind, found.received) == (
+        "frozen-value",
+        "`Ramp.on_train_epoch_start` changes it",
+    )
+
+
+def test_code_of_a_library_is_not_the_users(tmp_path, monkeypatch, batch):
+    """What a library does is reported at the line that calls it, wherever it is installed."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    source = "def halved(x):\n    return x / 2 if x.max() > 9 else x\n"
+    (folder / "some_library.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    library = importlib.import_module("some_library")
+
+    class Calls(Trained):
+        def training_step(self, batch, batch_idx):
+            library.halved(batch[0])
+            return self.step(batch)[2]
+
+    (found,) = doctor.check(Calls(), batch).findings
+    assert found.kind == "tensor-branch"
+    assert found.site.file == __file__
+
+
+def test_parts_of_torch_that_look_at_values_are_named(batch):
+    """A distribution made in `__init__` holds tensors of the host."""
+
+    class Prior(Trained):
+        def __init__(self):
+            super().__init__()
+            self.prior = torch.distributions.Normal(0.0, 1.0)
+
+        def training_step(self, batch, batch_idx):
+            logits, _, loss = self.step(batch)
+            self.log("prior", self.prior.log_prob(logits).mean())
+            return loss
+
+    (found,) = doctor.check(Prior(), batch).findings
+    assert found.kind == "host-tensor"
+    assert found.received.startswith("in torch.distributions.normal, line ")
+    assert found.fix == "make the distribution in the step, from tensors on the device"

@@ -9,9 +9,11 @@ import torch
 from ipu_log_callback import doctor
 
 from . import faulty_modules
-from .faulty_modules import FAULTY, InHelpers, Submodule, normalised
+from .faulty_modules import FAULTY, FreezesInPart, InHelpers, Sharpened, Submodule, normalised
 
 SOURCE = faulty_modules.__file__
+#: What else of the file a module runs.
+ALSO = {InHelpers: (Submodule, normalised), FreezesInPart: (Sharpened,)}
 
 
 def expected_in(*objects):
@@ -30,9 +32,8 @@ def expected_in(*objects):
 def test_each_fault_is_found_at_its_line_and_no_other(module_class):
     """Every announced line gives its finding with its weight; no other line gives any."""
     batch = [torch.randn(4, 8), torch.tensor([0, 1, 2, 1])]
-    extra = (Submodule, normalised) if module_class is InHelpers else ()
     diagnosis = doctor.check(module_class(), batch)
     found = {(f.kind, f.site.line, f.fails) for f in diagnosis.findings}
-    assert found == expected_in(module_class, *extra)
+    assert found == expected_in(module_class, *ALSO.get(module_class, ()))
     assert {f.site.file for f in diagnosis.findings} == {SOURCE}
     assert diagnosis.exit_code == int(any(fails for _, _, fails in found))
