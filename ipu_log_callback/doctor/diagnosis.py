@@ -12,6 +12,7 @@ from ipu_log_callback.call_site import user_frame_of
 from ipu_log_callback.compilation import STEPS
 from ipu_log_callback.doctor.findings import Finding, finding
 from ipu_log_callback.doctor.hooks import configured_optimizers, hook_findings
+from ipu_log_callback.doctor.host_weights import weight_findings
 from ipu_log_callback.doctor.module_state import attached_trainer, optimizers_known, restored
 from ipu_log_callback.doctor.source import Scope, scope_of
 from ipu_log_callback.doctor.static import (
@@ -142,7 +143,9 @@ def diagnose(
                         notes.append(_not_run(run))
                     else:
                         runs.append(run)
-        findings = [*hooks, *_findings(module, runs, getattr(trainer, "callbacks", ()))]
+        callbacks = getattr(trainer, "callbacks", ())
+        findings = [*hooks, *_findings(module, runs, callbacks)]
+        findings += weight_findings(module, callbacks, user_code)
     steps = tuple(dict.fromkeys(run.step for run in runs))
     return Diagnosis(type(module).__name__, steps, _in_order(_merged(findings)), tuple(notes))
 

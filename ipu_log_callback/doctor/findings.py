@@ -261,6 +261,13 @@ KINDS: Dict[str, Kind] = {
         "{what}",
         "{fix}",
     ),
+    "host-weights": Kind(
+        False,
+        "changes weights on the host",
+        "the weights live on the device while the model trains: what changes on the host never\n"
+        "reaches them, and looking at them copies all of them",
+        "do it in the step, in place: with torch.no_grad(): average.lerp_(weight, 0.01)",
+    ),
     "hook-refused": Kind(True, "is refused by Lightning on IPUs", "{what}", "{fix}"),
     "trainer-setting": Kind(True, "is refused by Lightning on IPUs", "{what}", "{fix}"),
     "step-raises": Kind(
@@ -330,6 +337,10 @@ class Finding:
             "received": self.received,
             "reached": self.reached,
         }
+
+    def outside_steps(self) -> "Finding":
+        """The same finding, about a function that is no step."""
+        return replace(self, steps=())
 
     def seen_in(self, steps: Tuple[str, ...]) -> "Finding":
         """The same finding, in other steps as well."""

@@ -69,12 +69,12 @@ class StepRun:
 
     def notice(self, kind: str, what: str, fix: str) -> None:
         """Note a finding at the line where the step is."""
-        site, through = self._user_code.innermost(sys._getframe(1))
+        site, library = self._user_code.innermost(sys._getframe(1))
         received = ""
-        if through:
-            received = f"in {through}"
+        if library is not None:
+            received = str(library)
             if kind != "metric-on-device":
-                fix = fix or fix_for_library(through, kind)
+                fix = fix or fix_for_library(library, kind)
         elif kind in ("frozen-log",):
             received = what
         self.add(kind, site, what, fix=fix, received=received)

@@ -5,7 +5,7 @@ import site
 import sys
 import sysconfig
 from types import CodeType, FrameType
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from ipu_log_callback.record import CallSite
 
@@ -39,6 +39,17 @@ def _library_folders() -> Tuple[str, ...]:
     folders.update(site.getsitepackages() if hasattr(site, "getsitepackages") else ())
     folders.add(site.getusersitepackages())
     return tuple(sorted(folders))
+
+
+class Library(NamedTuple):
+    """A line of a library's that the user's code led to."""
+
+    module: str
+    function: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"in {self.module}, line {self.line}"
 
 
 class UserCode:
@@ -93,21 +104,23 @@ class UserCode:
             caller = caller.f_back
         return caller
 
-    def innermost(self, frame: Optional[FrameType] = None) -> Tuple[Optional[CallSite], str]:
+    def innermost(
+        self, frame: Optional[FrameType] = None
+    ) -> Tuple[Optional[CallSite], Optional[Library]]:
         """The innermost line of the user's that led here, and the library code that it called.
 
         Returns:
-            The line, and `torchmetrics/functional/accuracy.py:12` or the like if library code that
-            decides by itself to look at values stands between.
+            The line, and the library's if one stands between that looks at values of its own
+            accord.
         """
         frame = frame or sys._getframe(1)
-        through = ""
+        through: Optional[Library] = None
         while frame is not None:
             if self.owns_frame(frame):
                 return CallSite(frame.f_code.co_filename, frame.f_lineno), through
             name = frame.f_globals.get("__name__", "")
             if not through and (name.split(".")[0] in _NAMED or name.startswith(_NAMED_OF_TORCH)):
-                through = f"{name}, line {frame.f_lineno}"
+                through = Library(name, frame.f_code.co_name, frame.f_lineno)
             frame = frame.f_back
         return None, through
 
@@ -130,10 +143,10 @@ _NAMED = frozenset(
 #: Parts of torch that do so.
 _NAMED_OF_TORCH = ("torch.distributions", "torch.nn.modules.transformer", "torch.nn.utils")
 
+_METRIC = "a metric object of the module (self.name = ... in `__init__`): it runs on the host"
 #: Of parts of libraries, what keeps them from reading values.
 _FIXES = {
-    "torchmetrics.functional": "the function's validate_args=False, or a metric object of the "
-    "module",
+    "torchmetrics": _METRIC,
     "torch.nn.modules.transformer": "give `is_causal` or `tgt_is_causal` as a bool: torch then "
     "does not look into the mask",
 }
@@ -144,14 +157,11 @@ _OTHER = (
 _OF_THE_STEP = "make the distribution in the step, from tensors on the device"
 
 
-def fix_for_library(through: str, kind: str) -> str:
-    """What to type where a library's code does what a finding says, or `""`.
-
-    Args:
-        through: The library's module and line, as `UserCode.innermost` gives it.
-        kind: Kind of the finding.
-    """
+def fix_for_library(library: Library, kind: str) -> str:
+    """What to type where a library's code does what a finding says, or `""`."""
     if kind == "host-tensor":
-        return _OF_THE_STEP if through.startswith("torch.distributions") else ""
+        return _OF_THE_STEP if library.module.startswith("torch.distributions") else ""
+    if library.module.startswith("torchmetrics") and "validation" in library.function:
+        return f"{_METRIC};\nor the function's validate_args=False, if that is enough"
     other = _OTHER if kind in ("value-read", "tensor-branch", "tensor-format", "host-move") else ""
-    return next((fix for start, fix in _FIXES.items() if through.startswith(start)), other)
+    return next((fix for start, fix in _FIXES.items() if library.module.startswith(start)), other)

@@ -20,6 +20,7 @@ from ipu_log_callback.emulator.default_device import factories_on_device
 from ipu_log_callback.emulator.device_tensor import DEVICE, is_device_tensor
 from ipu_log_callback.emulator.errors import backend_error, python_error
 from ipu_log_callback.emulator.executable import Executable, Layout
+from ipu_log_callback.emulator.graph import Graph, Node, Ref
 from ipu_log_callback.emulator.losses import final_loss
 from ipu_log_callback.emulator.program import compile_program
 from ipu_log_callback.emulator.structures import flatten, map_tensors, rebuild
@@ -196,7 +197,7 @@ def _build(request: Request, recorder: Recorder) -> Executable:
             "poptorch.Options.broadcastBuffers(False).",
             source="poptorch/source/InplaceOps.cpp",
         )
-    loss = final_loss(graph, recorder.values) if request.training else None
+    loss = _as_made(graph, final_loss(graph, recorder.values)) if request.training else None
     written = [i for i, slot in enumerate(graph.inputs) if graph.groups[slot] in mutated]
     wanted = [*graph.outputs, *(graph.inputs[index] for index in written)]
     lasting = {*states.values(), *(graph.groups[slot] for slot in graph.inputs)}
@@ -228,6 +229,22 @@ def _build(request: Request, recorder: Recorder) -> Executable:
         request.anchors, [*parameters, *buffers], layout.trained, len(graph.inputs)
     )
     return Executable(program, layout, anchors)
+
+
+def _as_made(graph: Graph, loss: int) -> int:
+    """The slot of the final loss as its function made it.
+
+    What changes it in place afterwards has no influence on gradients: PopTorch's graph has no
+    writes, only new values.
+    """
+    if graph.groups[loss] not in graph.mutated():
+        return loss
+    made = max(graph.groups) + 1
+    graph.groups[made] = object()
+    maker = next(i for i, node in enumerate(graph.nodes) if loss in dict(node.outputs))
+    copied = Node(torch.clone, (Ref(loss),), {}, [(made, ())], frozenset(), True, False, "clone")
+    graph.nodes.insert(maker + 1, copied)
+    return made
 
 
 def _loss_scale(request: Request) -> float:

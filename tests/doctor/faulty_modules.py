@@ -608,6 +608,29 @@ class DrawsForLogger(Trained):
         return self.step(batch)[2]
 
 
+class FollowsOnHost(Trained):
+    """A moving average of weights, kept by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Linear(8, 6)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        hidden = self.net[0](x) + self.slow(x)
+        self.log("slow", self.slow.weight.detach().norm())
+        return F.cross_entropy(self.net[2](hidden), y)
+
+    def on_train_batch_end(self, *args):
+        follow(self.net[0], self.slow)
+
+
+def follow(fast, slow):
+    with torch.no_grad():
+        for weight, average in zip(fast.parameters(), slow.parameters()):
+            average.mul_(0.9).add_(weight, alpha=0.1)  # remarks: host-weights
+
+
 FAULTY = [
     ReadsItem,
     MovesToHost,
@@ -653,4 +676,5 @@ FAULTY = [
     TakesOptimizerIndex,
     FreezesInPart,
     DrawsForLogger,
+    FollowsOnHost,
 ]

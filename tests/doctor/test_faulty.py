@@ -9,11 +9,24 @@ import torch
 from ipu_log_callback import doctor
 
 from . import faulty_modules
-from .faulty_modules import FAULTY, FreezesInPart, InHelpers, Sharpened, Submodule, normalised
+from .faulty_modules import (
+    FAULTY,
+    FollowsOnHost,
+    FreezesInPart,
+    InHelpers,
+    Sharpened,
+    Submodule,
+    follow,
+    normalised,
+)
 
 SOURCE = faulty_modules.__file__
 #: What else of the file a module runs.
-ALSO = {InHelpers: (Submodule, normalised), FreezesInPart: (Sharpened,)}
+ALSO = {
+    InHelpers: (Submodule, normalised),
+    FreezesInPart: (Sharpened,),
+    FollowsOnHost: (follow,),
+}
 
 
 def expected_in(*objects):

@@ -96,6 +96,20 @@ def test_arithmetic_after_the_loss_has_no_gradient(poptorch):
     torch.testing.assert_close(out, Net(lambda out, y: F.cross_entropy(out, y) * 10)(X, Y).detach())
 
 
+def test_arithmetic_in_place_on_the_loss_has_no_gradient(poptorch):
+    """`loss /= 4` changes what the step returns and logs, and no weight differently."""
+
+    def divided(p, y):
+        loss = F.cross_entropy(p, y)
+        loss /= 4
+        return loss
+
+    out, change = step(poptorch, divided)
+    torch.manual_seed(0)
+    assert torch.allclose(out, divided(Net(divided).linear(X), Y).detach())
+    assert torch.allclose(change, -gradient(F.cross_entropy))
+
+
 def test_a_detached_loss_and_arithmetic_on_it_are_harmless(poptorch):
     """They are not losses of their own."""
     (loss, doubled, mae), _ = step(poptorch, _loss_and_metrics)

@@ -337,3 +337,21 @@ def test_outputs_do_not_share_memory(poptorch):
     assert torch.equal(view, X.view(-1))
     assert torch.equal(weight, X)
     assert torch.equal(twice[1], X * 2)
+
+
+def test_data_changed_in_place_is_changed(poptorch):
+    """`tensor.data *= ...` works in place; another tensor in its place is refused by name."""
+
+    def masks(x):
+        x = x * 1
+        x.data *= 0.5
+        return x
+
+    def replaces(x):
+        x = x * 1
+        x.data = x * 0.5
+        return x
+
+    assert torch.equal(infer(poptorch, masks, X), X / 2)
+    with pytest.raises(Exception, match=r"`tensor.data = \.\.\.` is not emulated"):
+        infer(poptorch, replaces, X)
