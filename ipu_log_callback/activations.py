@@ -5,12 +5,11 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 
-from .anchor import record, reduced
+from .anchor_calls import record_anchor, reduced
 from .capture import Capture
-from .errors import KeySelectionError, StepCaptureError, names_text, report
+from .errors import KeySelectionError, StepCaptureError, describe_value, names_text, report
 from .metrics import is_metric
 from .selection import Selection
-from .step_errors import describe_value
 from .structure import tensors_of
 
 __all__ = ["Activations"]
@@ -78,7 +77,7 @@ class Activations:
         for name, tensors in outputs.items():
             whole = tensors[0] if len(tensors) == 1 else torch.stack(tensors)
             value, how = reduced(whole, self._reduce, self._statistics, 0, None)
-            record(capture, name, "activation", value, how)
+            record_anchor(capture, name, "activation", value, how)
 
     def _hook(self, capture: Capture, name: str, outputs: Dict[str, List[torch.Tensor]]) -> Any:
         def note(module: torch.nn.Module, _: Any, output: Any) -> None:

@@ -1,20 +1,17 @@
 """Tensors of a step that the user wants to see."""
 
-from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Optional, Tuple
 from weakref import WeakValueDictionary
 
 import torch
 
-from .call_site import call_site
-from .capture import Capture, current_capture
-from .errors import StepCaptureError, report
-from .step_errors import describe_value
-from .tensor_statistics import STATISTICS, Histogram, bin_edges, counts_of, statistics_of
+from .current import current_capture
+from .errors import StepCaptureError, describe_value, report
 
 if TYPE_CHECKING:
     from .callback import IPULogCallback
 
-__all__ = ["anchor", "histogram_of", "record", "reduced", "stored_by"]
+__all__ = ["anchor", "stored_by"]
 
 #: Callbacks in a run, by the identity of their trainer: where values of eager steps are stored.
 _CALLBACKS: "WeakValueDictionary[int, IPULogCallback]" = WeakValueDictionary()
@@ -61,12 +58,15 @@ def anchor(
         >>> hidden.shape
         torch.Size([2, 3])
     """
+    # what captures is imported by the first run: this module comes with `import ipu_log_callback`
+    from .anchor_calls import STATISTICS, histogram_of, record_anchor, reduced
+
     _check(name, tensor, reduce, range)
     capture = current_capture()
     if capture is not None:
         if capture.takes_anchors:
             value, how = reduced(tensor, reduce, STATISTICS, bins, range)
-            record(capture, name, "anchored", value, how)
+            record_anchor(capture, name, "anchored", value, how)
         return tensor
     stores = [callback for callback in _CALLBACKS.values() if callback.enabled]
     if stores:
@@ -87,50 +87,6 @@ def stored_by(trainer: Any, callback: "Optional[IPULogCallback]") -> None:
         _CALLBACKS.pop(id(trainer), None)
     else:
         _CALLBACKS[id(trainer)] = callback
-
-
-def record(capture: Capture, name: str, kind: str, value: Any, how: Dict[str, Any]) -> None:
-    """Record what `reduced` returned, to come back under a name.
-
-    Raises:
-        StepCaptureError: The step has an anchor of that name, or `tensors` has one.
-    """
-    site, first = call_site(), capture.anchored_at.get(name)
-    if first is not None:
-        raise StepCaptureError(
-            report(
-                f"`anchor('{name}', ...)` in `{capture.name}` received a name used before, "
-                "expected one name for one tensor",
-                where=f"{site}, first in {first}",
-                why="the tensors would take each other's place in `callback.anchored`",
-                fix=f"anchor('{name}_2', ...)",
-            )
-        )
-    capture.record_anchor(name, kind, value, site, **how)
-
-
-def reduced(
-    tensor: torch.Tensor,
-    reduce: Optional[str],
-    statistics: Tuple[str, ...],
-    bins: int,
-    span: Optional[Tuple[float, float]],
-) -> Tuple[Any, Dict[str, Any]]:
-    """What is anchored of a tensor, and the fields of `AnchoredCall` that say how to read it."""
-    tensor = tensor.detach()
-    if reduce == "stats":
-        numbers = statistics_of(tensor.reshape(1, -1), statistics).reshape(-1)
-        return tuple(numbers.unbind(0)), {"statistics": tuple(statistics)}
-    if reduce == "histogram" and span is not None:
-        edges = bin_edges(bins, *span)
-        return counts_of(tensor, edges), {"edges": edges}
-    # cloned: the step may go on to change it in place
-    return tensor.clone(), {}
-
-
-def histogram_of(counts: torch.Tensor, edges: Tuple[float, ...]) -> Histogram:
-    """Read counts `[bins + 2]` as a histogram."""
-    return Histogram(counts[1:-1], torch.tensor(edges), counts[0], counts[-1])
 
 
 def _check(name: str, tensor: Any, reduce: Optional[str], span: Any) -> None:

@@ -9,10 +9,9 @@ from typing import Any, List
 
 import torch
 
-from .errors import StepCaptureError, report, warn
+from .errors import StepCaptureError, describe_value, report, warn
 from .metrics import is_metric
 from .record import AnchoredOutput, CallSite, LiveValue, MetricResult, map_leaves
-from .step_errors import describe_value
 
 __all__ = ["check_key", "check_one_number", "frozen_values", "warn_of_frozen"]
 

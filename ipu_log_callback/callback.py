@@ -20,14 +20,14 @@ from .errors import (
     report,
 )
 from .history import History
-from .inspection import Inspector
 from .inspection_settings import inspection_parts, settings_of
 from .measurement import Measurement
-from .run import Run
 from .selection import Selection, parse_names
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from .run import Run
 
 __all__ = ["IPULogCallback"]
 
@@ -242,6 +242,10 @@ class IPULogCallback(_compat.Callback):
         stored_by(trainer, self)
         if not _compat.is_ipu_strategy(trainer.strategy):
             return
+        # half of the package's import time, and of no use off the IPU
+        from .inspection import Inspector
+        from .run import Run
+
         self._end(trainer)  # a run that was interrupted ends here at the latest
         self.history.begin()
         if trainer.state.fn == "fit":

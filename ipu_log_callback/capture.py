@@ -7,10 +7,9 @@ step's outputs as anchored outputs. Outside a capture nothing here is active.
 
 import functools
 import inspect
-import threading
 import warnings
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Set, Tuple
 
 import torch
 from torchmetrics import MetricCollection
@@ -18,6 +17,7 @@ from torchmetrics import MetricCollection
 from . import _compat
 from .call_checks import check_key, check_one_number, frozen_values, warn_of_frozen
 from .call_site import call_site
+from .current import current_capture, made_current
 from .loss_watch import LossWatch
 from .metrics import Metrics, PendingMetricValue, is_metric, result_keys
 from .record import (
@@ -42,18 +42,11 @@ from .structure import tensors_of
 from .wire import Wire, pack
 from .write_watch import WriteWatch
 
-__all__ = ["Capture", "current_capture", "in_trace_mode"]
-
-_ACTIVE = threading.local()
+__all__ = ["Capture", "in_trace_mode"]
 
 # As imported: who replaces Lightning's methods later need not keep their signatures.
 _LOG_SIGNATURE = inspect.signature(_compat.LightningModule.log)
 _LOG_DICT_SIGNATURE = inspect.signature(_compat.LightningModule.log_dict)
-
-
-def current_capture() -> "Optional[Capture]":
-    """The capture that is under way in this thread, if any."""
-    return getattr(_ACTIVE, "capture", None)
 
 
 def in_trace_mode() -> bool:
@@ -101,7 +94,7 @@ class Capture:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the step's Python with everything that it logs recorded."""
         with ExitStack() as stack:
-            stack.enter_context(self._active())
+            stack.enter_context(made_current(self))
             # a user may compile in any hook, e.g. load an executable in `on_fit_start`
             stack.enter_context(_compat.filed_under(self.module, self.step))
             stack.enter_context(_compat.trial_results(self.module.trainer))
@@ -186,7 +179,7 @@ class Capture:
             if name not in selected:
                 self._drop(name, None, site)
         if selected:
-            with self._inactive():
+            with made_current(None):
                 self._check_call(original, collection, options=options)
             self._events.append(LoggedCollection(collection, selected, dict(options), site))
 
@@ -332,26 +325,6 @@ class Capture:
         # a metric object may be logged under its own path: its calls say what it costs
         if name not in self._dropped or self._dropped[name].bytes < size:
             self._dropped[name] = DroppedKey(name, size, site)
-
-    # -- activity ---------------------------------------------------------------------------
-
-    @contextmanager
-    def _active(self) -> Iterator[None]:
-        before = current_capture()
-        try:
-            _ACTIVE.capture = self
-            yield
-        finally:
-            _ACTIVE.capture = before
-
-    @contextmanager
-    def _inactive(self) -> Iterator[None]:
-        before = current_capture()
-        try:
-            _ACTIVE.capture = None
-            yield
-        finally:
-            _ACTIVE.capture = before
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional
 
 import torch
 
-from .capture import Capture, current_capture, in_trace_mode
+from .capture import Capture, in_trace_mode
+from .current import current_capture
 from .errors import IPULogWarning, SecondLossError, names_text, report
 from .metrics import Metrics
 from .record import AnchoredCall, AnchoredOutput, LoggedCall, StepRecord

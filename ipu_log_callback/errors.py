@@ -6,7 +6,9 @@ headline that stands alone in a truncated log, then one aligned row per question
 """
 
 import warnings
-from typing import TYPE_CHECKING, Iterable, Optional
+from typing import TYPE_CHECKING, Any, Iterable, Optional
+
+import torch
 
 if TYPE_CHECKING:
     from .record import CallSite
@@ -25,6 +27,7 @@ __all__ = [
     "UnknownKeyError",
     "UnknownTensorError",
     "bytes_text",
+    "describe_value",
     "names_text",
     "report",
     "warn",
@@ -132,6 +135,14 @@ def warn(message: str, site: "Optional[CallSite]" = None) -> None:
         warnings.warn(message, IPULogWarning, stacklevel=3)
     else:
         warnings.warn_explicit(message, IPULogWarning, site.file, site.line)
+
+
+def describe_value(value: Any) -> str:
+    """A value in a few characters: dtype and shape of a tensor, never its contents."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).replace('torch.', '')}{list(value.shape)}"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:59] + '…'}"
 
 
 def names_text(names: Iterable[str], limit: int = 8, width: int = 60) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Deque, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
 import torch
+from torchmetrics import Metric
 
 from . import _compat
 from .errors import (
@@ -20,7 +21,6 @@ from .errors import (
     names_text,
     report,
 )
-from .metrics import is_metric
 from .tables import Table
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ class ExecutionRow:
         # Lightning's defaults: `on_step` in training, `on_epoch` elsewhere
         if _given(options, "on_epoch", not training):
             self._on_epoch.append(name)
-        if is_metric(value):
+        if isinstance(value, Metric):
             # an object that was not called in this execution shows an older value
             value = _compat.shown_value(value) if _given(options, "on_step", training) else None
         number = as_number(value)

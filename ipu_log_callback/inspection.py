@@ -13,9 +13,10 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import torch
 
 from .activations import Activations
-from .anchor import histogram_of
+from .anchor_calls import histogram_of
 from .capture import Capture
-from .cost import CostEntry, anchored_entries, dtype_text, own_output_entry
+from .cost import CostEntry
+from .cost_entries import anchored_entries, dtype_text, own_output_entry
 from .errors import bytes_text, report, warn
 from .histograms import HistogramLogger
 from .inspection_settings import InspectionSettings

@@ -2,8 +2,7 @@
 
 from typing import Callable, TypeVar
 
-from .capture import current_capture
-from .record import LiveValue
+from .current import current_capture
 
 __all__ = ["live"]
 
@@ -28,5 +27,7 @@ def live(function: Callable[[], T]) -> T:
     """
     if current_capture() is None:
         return function()
+    from .record import LiveValue
+
     # the step's Python only hands it on to `self.log`, which knows what it is
     return LiveValue(function)  # type: ignore[return-value]

@@ -143,7 +143,7 @@ class MetricReplay:
         def argument(leaf: Any) -> Any:
             if not isinstance(leaf, AnchoredOutput):
                 return leaf.function() if isinstance(leaf, LiveValue) else leaf
-            return returned.of(leaf, self._results).reshape(-1, *leaf.shape[1:])
+            return returned.samples(leaf, self._results)
 
         for call, metric in zip(self._calls, metrics):
             args = map_leaves(call.args, argument)

@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 import torch
 
 from . import _compat
+from .captured_calls import captured_step
 from .compile_notice import STEP_OF_STAGE, compile_notice
 from .errors import (
     LIGHTNING_ISSUE,
@@ -252,7 +253,9 @@ class Run:
         self._inspector.compiled(compiled)
         if compiled.record is not None:
             self._callback.captured.add(
-                compiled.record, compiled.fetched.results, compiled.wire.extra_outputs
+                captured_step(
+                    compiled.record, compiled.fetched.results, compiled.wire.extra_outputs
+                )
             )
         if all(other.record is not None for other in self.listeners):
             self._warn_of_dropped()

@@ -5,14 +5,12 @@ PopTorch raises texts of its own for what a compiled step cannot do
 """
 
 from contextlib import contextmanager
-from typing import Any, Iterator, NamedTuple
-
-import torch
+from typing import Iterator, NamedTuple
 
 from .call_site import source_line, user_frame_of
 from .errors import IPULogError, StepCaptureError, report
 
-__all__ = ["describe_value", "explained", "reason_of"]
+__all__ = ["explained", "reason_of"]
 
 
 class _Explanation(NamedTuple):
@@ -92,11 +90,3 @@ def reason_of(error: Exception, width: int = 100) -> str:
     """What PopTorch says in an error's first line, without the place in its own source."""
     first = str(error).splitlines()[0].split("_error': ", 1)[-1]
     return first if len(first) <= width else first[: width - 1] + "…"
-
-
-def describe_value(value: Any) -> str:
-    """A value in a few characters: dtype and shape of a tensor, never its contents."""
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).replace('torch.', '')}{list(value.shape)}"
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:59] + '…'}"

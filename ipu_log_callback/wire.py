@@ -98,7 +98,7 @@ class Returned:
     def __init__(self, wire: Wire, tensors: Sequence[torch.Tensor]) -> None:
         self.wire = wire
         self.tensors = tensors
-        self._positions: Dict[int, torch.Tensor] = {}
+        self._positions: Optional[Dict[int, torch.Tensor]] = None
 
     @property
     def floats(self) -> torch.Tensor:
@@ -117,14 +117,25 @@ class Returned:
         booleans are booleans again. What came back once, an output made of constants only, is
         repeated for every result.
         """
-        if not self._positions:
-            self._positions.update(self._by_index())
-        tensor = self._positions[anchored.index].reshape(-1, *anchored.shape)
-        if anchored.dtype == torch.bool:
-            tensor = tensor.bool()
-        elif not tensor.is_floating_point() and tensor.dtype != torch.bool:
-            tensor = tensor.long()
+        tensor = self._widened(anchored).reshape(-1, *anchored.shape)
         return tensor.expand(results, *anchored.shape) if len(tensor) == 1 else tensor
+
+    def samples(self, anchored: AnchoredOutput, results: int) -> torch.Tensor:
+        """The same with all micro-batches joined, `[results * shape[0], *shape[1:]]`."""
+        tensor = self._widened(anchored)
+        if not anchored.is_scalar and len(tensor) == results * anchored.shape[0]:
+            return tensor  # as PopTorch returned it
+        return self.of(anchored, results).reshape(-1, *anchored.shape[1:])
+
+    def _widened(self, anchored: AnchoredOutput) -> torch.Tensor:
+        if self._positions is None:
+            self._positions = self._by_index()
+        tensor = self._positions[anchored.index]
+        if anchored.dtype == torch.bool:
+            return tensor.bool()
+        if tensor.is_floating_point() or tensor.dtype == torch.bool:
+            return tensor
+        return tensor.long()
 
     def _by_index(self) -> Dict[int, torch.Tensor]:
         wire, found = self.wire, {}

@@ -14,10 +14,10 @@ from ipu_log_callback.capture import Capture
 from ipu_log_callback.doctor.module_state import swapped
 from ipu_log_callback.doctor.onlooker import Notice, Onlooker
 from ipu_log_callback.doctor.walk import device_tensors_in
+from ipu_log_callback.errors import describe_value
 from ipu_log_callback.metrics import Metrics, is_metric, result_keys
 from ipu_log_callback.record import CallSite, LiveValue
 from ipu_log_callback.selection import Selection
-from ipu_log_callback.step_errors import describe_value
 
 __all__ = ["Witness", "loggers_watched", "manual_optimization_watched", "prints_watched"]
 

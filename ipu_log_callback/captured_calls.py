@@ -1,0 +1,96 @@
+"""A step record, described: what `callback.captured` keeps of it."""
+
+from typing import Any, List, Mapping, Set
+
+import torch
+
+from .captured import CapturedCall, CapturedStep
+from .metrics import is_metric
+from .record import (
+    AnchoredCall,
+    AnchoredOutput,
+    Event,
+    LiveValue,
+    LoggedCall,
+    LoggedCollection,
+    LoggedResults,
+    MetricCall,
+    MetricResult,
+    StepRecord,
+    anchored_outputs,
+)
+
+__all__ = ["captured_step"]
+
+
+def captured_step(record: StepRecord, results: int, outputs: int) -> CapturedStep:
+    """Describe a compiled step.
+
+    Args:
+        record: What was captured.
+        results: Results of each tensor that one execution brings to the host.
+        outputs: Output tensors that anchoring added to the step.
+    """
+    seen: Set[int] = set()
+    calls: List[CapturedCall] = []
+    for event in record.events:
+        fresh = {a.index: a for a in anchored_outputs(event) if a.index not in seen}
+        seen.update(fresh)
+        size = results * sum(output.bytes for output in fresh.values())
+        calls.append(_described(event, size))
+    dropped = tuple(drop.name for drop in record.dropped)
+    return CapturedStep(record.owner, record.step, tuple(calls), dropped, results, outputs)
+
+
+def _described(event: Event, size: int) -> CapturedCall:
+    if isinstance(event, LoggedCall):
+        value, options = _value_text(event.value), _options_text(event.options)
+        return CapturedCall(event.name, "self.log", value, options, size, event.site)
+    if isinstance(event, LoggedCollection):
+        value, options = type(event.collection).__name__, _options_text(event.options)
+        keys = ", ".join(event.names)
+        return CapturedCall(keys, "self.log_dict", value, options, size, event.site)
+    if isinstance(event, LoggedResults):
+        options = _options_text(event.options)
+        return CapturedCall("*", "self.log_dict", "a metric's dict", options, size, event.site)
+    if isinstance(event, MetricCall):
+        call = f"self.{event.path}" + ("" if event.method == "forward" else f".{event.method}")
+        given = ", ".join(map(_value_text, (*event.args, *event.kwargs.values())))
+        return CapturedCall(event.path, call, given, "", size, event.site)
+    return _described_anchor(event, size)
+
+
+def _described_anchor(event: AnchoredCall, size: int) -> CapturedCall:
+    options = ", ".join(event.statistics) + (f"{len(event.edges) - 1} bins" if event.edges else "")
+    return CapturedCall(event.name, event.kind, _value_text(event.value), options, size, event.site)
+
+
+def _value_text(value: Any) -> str:
+    """What a call was given, without keeping it."""
+    if isinstance(value, (AnchoredOutput, torch.Tensor)):
+        frozen = "" if isinstance(value, AnchoredOutput) else " (frozen)"
+        return f"{str(value.dtype).replace('torch.', '')} {list(value.shape)}{frozen}"
+    if isinstance(value, LiveValue):
+        return "live"
+    if isinstance(value, MetricResult):
+        return "a metric's value"
+    if is_metric(value):
+        return type(value).__name__
+    if isinstance(value, Mapping):
+        return f"dict of {len(value)}"
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(_value_text, value))
+    return f"{_shortened(repr(value))} (frozen)"
+
+
+def _options_text(options: Mapping[str, Any]) -> str:
+    def text(value: Any) -> str:
+        if isinstance(value, AnchoredOutput):
+            return "tensor"
+        return getattr(value, "__name__", None) or _shortened(repr(value))
+
+    return ", ".join(f"{name}={text(value)}" for name, value in options.items())
+
+
+def _shortened(text: str, width: int = 30) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
