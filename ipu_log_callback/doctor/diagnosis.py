@@ -13,13 +13,13 @@ from ipu_log_callback.compilation import STEPS
 from ipu_log_callback.doctor.findings import Finding, finding
 from ipu_log_callback.doctor.hooks import configured_optimizers, hook_findings
 from ipu_log_callback.doctor.host_weights import weight_findings
+from ipu_log_callback.doctor.logged_values import logged_number
 from ipu_log_callback.doctor.module_state import attached_trainer, optimizers_known, restored
 from ipu_log_callback.doctor.source import Scope, scope_of
 from ipu_log_callback.doctor.static import (
     changing_attributes,
     mentions,
     remarks,
-    second_argument,
 )
 from ipu_log_callback.doctor.step_run import Batch, StepRun, first_line, run_step
 from ipu_log_callback.doctor.user_code import UserCode
@@ -173,7 +173,7 @@ def _findings(module: Any, runs: Sequence[StepRun], callbacks: Sequence[Any]) ->
     changing = changing_attributes(module, functions, callbacks)
     for run in runs:
         scopes = _reachable(run.walk.functions)
-        yield from _with_live_fix(run.findings, scopes)
+        yield from _of_numbers(run.findings, scopes, changing)
         for change in run.walk.changes:
             yield from _change_findings(module, run, change, functions)
         for scope in scopes:
@@ -208,14 +208,17 @@ def _reachable(functions: Mapping[Any, RunFunction]) -> List[Scope]:
     return list(scopes.values())
 
 
-def _with_live_fix(findings: Sequence[Finding], scopes: List[Scope]) -> Iterable[Finding]:
+def _of_numbers(
+    findings: Sequence[Finding], scopes: List[Scope], changing: Dict[Tuple[int, str], str]
+) -> Iterable[Finding]:
+    """The findings, without those about logged numbers that are the same all through a CPU run."""
     for found in findings:
-        if found.kind == "frozen-log" and found.site is not None:
-            value = second_argument(scopes, found.site) or "..."
-            fix = f"live(lambda: {value}) in place of the value (from ipu_log_callback import live)"
-            yield replace(found, fix=fix)
-        else:
+        if found.kind != "frozen-log" or found.site is None:
             yield found
+            continue
+        number = logged_number(scopes, found.site, changing)
+        if not number.is_fixed:
+            yield replace(found, fix=number.fix)
 
 
 def _change_findings(

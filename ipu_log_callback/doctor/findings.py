@@ -74,7 +74,7 @@ KINDS: Dict[str, Kind] = {
         "builds a key from a tensor",
         "`batch_idx`, `dataloader_idx` and whatever comes from the batch are tensors in a "
         "compiled step",
-        "leave it out of the key: Lightning appends `/dataloader_idx_N` itself",
+        "leave it out of the key: Lightning appends `/dataloader_idx_N` itself, and counts steps",
     ),
     "dynamic-shape": Kind(
         True,

@@ -20,7 +20,7 @@ from ipu_log_callback.doctor.walk import RunFunction
 from ipu_log_callback.live import live
 from ipu_log_callback.record import CallSite
 
-__all__ = ["Remark", "host_methods", "mentions", "remarks", "second_argument"]
+__all__ = ["Remark", "host_methods", "mentions", "remarks"]
 
 #: Attributes of a LightningModule and its trainer that change while a run lasts.
 _CHANGING = {
@@ -276,19 +276,3 @@ def mentions(module: Any, run: Dict[types.CodeType, RunFunction], attribute: str
         if name not in ("__init__", "setup")
         for part in ast.walk(node)
     )
-
-
-def second_argument(scopes: List[Scope], site: CallSite) -> str:
-    """The text of the value in the `self.log(name, value)` on a line."""
-    for scope in scopes:
-        if scope.file != site.file:
-            continue
-        for node in ast.walk(scope.node):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
-            last = getattr(node, "end_lineno", None) or node.lineno
-            if node.func.attr == "log" and node.lineno <= site.line <= last:
-                values = node.args[1:2] or [k.value for k in node.keywords if k.arg == "value"]
-                if values:
-                    return segment(scope.file, values[0])
-    return ""

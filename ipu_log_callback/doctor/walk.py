@@ -225,7 +225,14 @@ def _outline(value: Any, depth: int = 0) -> Any:
 def _same(old: Any, new: Any) -> bool:
     if isinstance(old, _Outline) and isinstance(new, _Outline):
         return len(old) == len(new) and all(map(_same, old, new))
-    return old is new or (isinstance(old, _NUMBERS) and isinstance(new, _NUMBERS) and old == new)
+    return old is new or (_is_plain(old) and _is_plain(new) and old == new)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be compared as a number can: a shape, a device, a tuple of numbers."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, (*_NUMBERS, torch.dtype, torch.device))
 
 
 def _holds(value: Any, tensor: Any, depth: int = 0) -> bool:

@@ -362,6 +362,42 @@ class PairOfFeatures(Base):
         self.log("val_loss", F.cross_entropy(self.encode(batch[0]), batch[1]))
 
 
+class LogsConstants(Base):
+    """Numbers that are the same in every step of a CPU run as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = 0.5
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        size = x.size(0)
+        self.log("one", 1.0)
+        self.log("size", float(size))
+        self.log("rows", len(x) / 2, batch_size=size)
+        self.log_dict({"alpha": self.alpha, "width": x.shape[-1], "classes": float(CLASSES)})
+        return F.cross_entropy(self(x), y)
+
+
+class RemembersShape(Base):
+    """A shape and a pair of numbers that every step sets again, to the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shape = None
+
+    def encode(self, x):
+        self.shape = x.shape
+        self.grid = (x.shape[0], 2)
+        return self(x)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.encode(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self.encode(batch[0]), batch[1]))
+
+
 class MaskedWeights(Base):
     """Weights that are masked in place, through `.data`."""
 
@@ -402,6 +438,8 @@ CLEAN = [
     HandsOnLoss,
     CachedConstant,
     PairOfFeatures,
+    LogsConstants,
+    RemembersShape,
     MaskedWeights,
     Reparameterized,
 ]
