@@ -283,3 +283,25 @@ def test_the_learning_rate_finder(right, tmp_path):
     reset(module)
     run(made, "fit", module)
     assert numbers_of(made) == pytest.approx(right["fit"])
+
+
+@pytest.mark.skipif(
+    not hasattr(pl.callbacks, "BatchSizeFinder"),
+    reason="the finder of Lightning 1.6 takes all callbacks away before it sets anything up",
+)
+def test_the_batch_size_finder(right, tmp_path):
+    """PopTorch compiles for one batch size: its refusal arrives, and the next fit is right."""
+
+    class Scaled(Net):
+        batch_size = 2
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(loader(8).dataset, batch_size=self.batch_size)
+
+    module = Scaled()
+    finder = pl.callbacks.BatchSizeFinder(max_trials=2, steps_per_trial=1)
+    made = trainer([IPULogCallback("*"), finder], default_root_dir=tmp_path)
+    with pytest.raises(Exception, match="Shape mismatch"):
+        run(made, "fit", module)
+    assert leftovers(made, module) == []
+    assert numbers_of(one_run(Net())) == pytest.approx(right["fit"])
