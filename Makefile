@@ -62,6 +62,20 @@ bench: .venv/.test ## Measure what the callback costs against its peers: a table
 	@echo "== tests/benchmarks (some minutes)"
 	@.venv/bin/python -W ignore -m tests.benchmarks $(ARGS)
 
+.PHONY: coverage
+coverage: .venv/.test ## What the tests run of the package, by branch: .venv and each row that .matrix holds
+	@rm -f .coverage .coverage.*
+	@echo "== coverage: pytest with $(JOBS) processes"
+	@.venv/bin/python -m coverage run -m pytest -n $(JOBS) $(ARGS)
+	@for python in $(wildcard .matrix/py*/bin/python); do \
+	  echo "== coverage: $$python"; $$python -m coverage run -m pytest $(ARGS); done
+	@.venv/bin/python -m coverage combine -q
+	@.venv/bin/python -m coverage report
+
+.PHONY: mutants
+mutants: .venv/.mutants ## Change the core's lines one by one: which change does no test notice? ARGS="wire --again"
+	@.venv/bin/python -m tests.mutants $(ARGS)
+
 .PHONY: docs
 docs: .venv/.docs ## Render the docstrings into docs/
 	@echo "== pdoc"
@@ -102,6 +116,11 @@ clean: ## Remove .venv, .matrix, caches and what the examples wrote
 .venv/.test: .venv/.demo
 	@echo "== installing into .venv: ipu-log-callback[test,check]"
 	@.venv/bin/python -m pip install -q --no-build-isolation -r $(EVERYDAY) -e ".[test,check]"
+	@touch $@
+
+.venv/.mutants: .venv/.test
+	@echo "== installing into .venv: ipu-log-callback[mutants]"
+	@.venv/bin/python -m pip install -q --no-build-isolation -r $(EVERYDAY) -e ".[mutants]"
 	@touch $@
 
 .venv/.docs: .venv/.demo

@@ -59,3 +59,11 @@ def test_results_are_counted_as_they_come_back(geometry):
     values = [torch.zeros(1) for _ in range(geometry.micro_batches)]
     expected = returned(values, geometry.output_mode, geometry.period, geometry.replicas)
     assert geometry.results == len(expected)
+
+
+def test_everything_comes_back_unless_said_otherwise():
+    """Of the counts alone, PopTorch's `All`; of `EveryN` without a period, every one."""
+    assert Geometry(2, 3, 2).results == 12
+    assert Geometry(2, 3, 2, "EveryN").results == 12
+    assert Geometry(2, 3, 2, "Final").returning_all() == Geometry(2, 3, 2)
+    assert Geometry(2, 3, 2, "EveryN", 3).returning_all() == Geometry(2, 3, 2)

@@ -8,7 +8,7 @@ import torch
 from ipu_log_callback.geometry import Geometry
 from ipu_log_callback.record import AnchoredOutput
 from ipu_log_callback.structure import map_tensors, tensors_of
-from ipu_log_callback.wire import pack
+from ipu_log_callback.wire import Wire, pack
 
 
 class Pair(NamedTuple):
@@ -115,3 +115,46 @@ def test_a_large_integer_is_exact():
     geometry = Geometry(1, 1, 1)
     _, got = wire.unpack(packed, geometry, geometry)
     assert int(got.of(anchored, 1)) == 2**24 + 1
+
+
+def test_what_was_folded_keeps_its_type():
+    """Outputs fetched under `All` come back as the user's own mode promises, in their structure."""
+    fetched = Geometry(iterations=3, accumulation=1, replicas=2)
+    own = Geometry(iterations=3, accumulation=1, replicas=2, output_mode="Final")
+    outputs = [Pair(torch.randn(3), torch.randn(())) for _ in range(6)]
+    anchored = anchored_of([torch.randn(())])
+    packed = [pack(output, anchored, {0: torch.randn(())}, True) for output in outputs]
+
+    got, _ = packed[0][1].unpack(executed([p for p, _ in packed]), own, fetched)
+
+    assert isinstance(got, Pair)
+    assert torch.equal(got.first, torch.cat([output.first for output in outputs[-2:]]))
+    assert torch.equal(got.second, torch.stack([output.second for output in outputs[-2:]]))
+
+
+def test_every_tensor_that_joins_the_steps_outputs_is_counted():
+    """Scalars are one output per dtype class, larger tensors one each, with their own bytes."""
+    tensors = [make() for make in TENSORS]
+    packed, wire = pack(None, anchored_of(tensors), dict(enumerate(tensors)), structured=True)
+    assert wire.extra_outputs == len(tensors_of(packed)) == 4
+    sizes = [t.numel() * min(t.element_size(), 4) if t.numel() > 1 else 4 for t in tensors]
+    assert wire.bytes_per_execution(results=5) == 5 * sum(sizes)
+
+
+def test_the_steps_own_outputs_are_counted_as_the_device_returns_them():
+    """An int64 returns as int32, a float64 as float32, a half as it is."""
+    output = {"a": torch.zeros(3, 2).long(), "b": [torch.zeros(5).double(), torch.zeros(7).half()]}
+    _, wire = pack(output, [], {}, structured=True)
+    assert wire.own_bytes == 4 * 6 + 4 * 5 + 2 * 7
+    assert wire.own_shapes == ((3, 2), (5,), (7,))
+
+
+def test_before_anything_is_compiled_nothing_is_anchored():
+    """An empty wire costs nothing and hands on what came back, as it is."""
+    wire = Wire()
+    output = {"loss": torch.zeros(6)}
+    own, fetched = Geometry(3, 1, 2, "Final"), Geometry(3, 1, 2)
+    assert not wire.carries_anchored
+    assert wire.extra_outputs == wire.bytes_per_execution(results=4) == wire.own_bytes == 0
+    assert wire.unpack(output, fetched, fetched)[0] is output
+    assert wire.unpack(None, own, fetched)[0] is None
