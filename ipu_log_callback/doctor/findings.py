@@ -268,6 +268,7 @@ KINDS: Dict[str, Kind] = {
         "reaches them, and looking at them copies all of them",
         "do it in the step, in place: with torch.no_grad(): average.lerp_(weight, 0.01)",
     ),
+    "hook-late": Kind(False, "does not reach the update that it is called for", "{what}", "{fix}"),
     "hook-refused": Kind(True, "is refused by Lightning on IPUs", "{what}", "{fix}"),
     "trainer-setting": Kind(True, "is refused by Lightning on IPUs", "{what}", "{fix}"),
     "step-raises": Kind(

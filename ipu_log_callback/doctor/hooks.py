@@ -43,7 +43,7 @@ _HOOKS: Dict[str, _Hook] = {
     "on_before_optimizer_step": _Hook("hook-ignored", _NO_GRADIENTS, _GRADIENTS),
     "configure_gradient_clipping": _Hook("hook-ignored", _NO_GRADIENTS, _CLIP),
     "optimizer_step": _Hook(
-        "hook-ignored",
+        "hook-late",
         "the optimizer steps on the device: `optimizer.step(closure)` only runs the execution, and "
         "a change\nof its learning rate takes effect at the next one",
         "a learning rate scheduler in `configure_optimizers`",
@@ -80,6 +80,8 @@ def hook_findings(module: Any, trainer: Any, optimizers: List[Any]) -> Iterator[
     for name, hook in _HOOKS.items():
         function = getattr(type(module), name, None)
         if function is None or function is getattr(base, name, None):
+            continue
+        if _does_the_usual(name, function):
             continue
         made = finding(hook.kind, owner, name, _site(function), hook.why, code=f"def {name}")
         yield replace(made, fix=hook.fix, headline=made.headline.replace(f".{name}", ""), steps=())
@@ -137,6 +139,27 @@ def _optimizers_in(answer: Any) -> List[Any]:
     if isinstance(answer, (list, tuple)):
         return [found for item in answer for found in _optimizers_in(item)]
     return []
+
+
+#: Of hooks, the call that is all that a device does of them anyway.
+_USUAL = {"optimizer_zero_grad": ("zero_grad",), "optimizer_step": ("optimizer_step", "step")}
+
+
+def _does_the_usual(name: str, function: Any) -> bool:
+    """Whether a hook begins with what the device does as well, and so does what it does on a CPU.
+
+    What follows the update, a step of a scheduler, say, is in time for the next one.
+    """
+    code = getattr(function, "__code__", None)
+    node = None if code is None else function_node(code)
+    body = [] if node is None else [s for s in node.body if not _is_docstring(s)]
+    first = body[0].value if body and isinstance(body[0], ast.Expr) else None
+    called = getattr(first.func, "attr", "") if isinstance(first, ast.Call) else ""
+    return called in _USUAL.get(name, ()) and (name == "optimizer_step" or len(body) == 1)
+
+
+def _is_docstring(statement: ast.AST) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _switched_off(module: Any) -> Optional[CallSite]:

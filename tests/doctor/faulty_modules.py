@@ -319,6 +319,17 @@ class Hooks(Trained):
         return batch
 
 
+class WarmsUp(Trained):
+    """A learning rate that is changed right before the update."""
+
+    def training_step(self, batch, batch_idx):
+        return self.step(batch)[2]
+
+    def optimizer_step(self, *args, **kwargs):  # remarks: hook-late
+        self.optimizers().param_groups[0]["lr"] = 0.1 * (self.global_step + 1)
+        super().optimizer_step(*args, **kwargs)
+
+
 class TwoOptimizers(Trained):
     def training_step(self, batch, batch_idx):
         return self.step(batch)[2]
@@ -655,6 +666,7 @@ FAULTY = [
     Optimizes,
     Adversarial,
     Hooks,
+    WarmsUp,
     TwoOptimizers,
     DynamicShapes,
     Buffers,
