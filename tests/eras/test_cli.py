@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from lightning_in_use import pl
+from lightning_in_use import IPUStrategy, pl
 from parity.bench import FEATURES, MICRO_BATCH, Net
 
 from ipu_log_callback import IPULogCallback
@@ -58,7 +58,7 @@ class Data(pl.LightningDataModule):
         return self._loader()
 
 
-STRATEGY = f"{pl.__name__}.strategies.IPUStrategy"
+STRATEGY = f"{IPUStrategy.__module__}.IPUStrategy"
 TRAINER = f"""
 trainer:
   accelerator: ipu

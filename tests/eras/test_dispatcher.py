@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 NO_DISPATCH = "There is no active dispatch"
 
 #: Up to Lightning 1.6 the strategy moves every batch to the module's device, also to an IPU.
-BATCHES_ARE_MOVED = "batch_to_device" not in vars(pl.strategies.IPUStrategy)
+BATCHES_ARE_MOVED = "batch_to_device" not in vars(IPUStrategy)
 
 
 class Simple(pl.LightningModule):
@@ -62,7 +62,7 @@ def fit(module, *callbacks):
     trainer = pl.Trainer(
         accelerator="ipu",
         devices=1,
-        strategy=pl.strategies.IPUStrategy(training_opts=training, inference_opts=inference),
+        strategy=IPUStrategy(training_opts=training, inference_opts=inference),
         max_epochs=2,
         num_sanity_val_steps=0,
         log_every_n_steps=1,

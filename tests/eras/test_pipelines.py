@@ -18,7 +18,7 @@ def pipelined(training_opts, inference_opts):
     for options in (training_opts, inference_opts):
         stages = [poptorch.Stage(name) for name in ("first", "second")]
         options.setExecutionStrategy(poptorch.PipelinedExecution(*stages))
-    return pl.strategies.IPUStrategy(training_opts=training_opts, inference_opts=inference_opts)
+    return IPUStrategy(training_opts=training_opts, inference_opts=inference_opts)
 
 
 class Deep(Net):
@@ -97,7 +97,7 @@ def test_other_executions_of_blocks(kind):
                     [poptorch.Stage("first")], [poptorch.Stage("second")]
                 )
             options.setExecutionStrategy(execution)
-        return pl.strategies.IPUStrategy(training_opts=training_opts, inference_opts=inference_opts)
+        return IPUStrategy(training_opts=training_opts, inference_opts=inference_opts)
 
     setting = Setting(iterations=1, accumulation=2, strategy=strategy)
     check_parity(InBlocks, setting=setting, tolerance=1e-4)

@@ -47,7 +47,7 @@ class Exports(pl.Callback):
         setattr(self, hook, self.prepare)
 
     def prepare(self, trainer, pl_module):
-        if isinstance(trainer.strategy, pl.strategies.IPUStrategy):
+        if isinstance(trainer.strategy, IPUStrategy):
             batch, index = arguments(CUT.micro_batches(training=True))
             # without the module: that of Lightning 1 holds its trainer, which cannot be pickled
             executor_of(trainer).compileAndExport(self.filename, batch, index, export_model=False)
@@ -61,7 +61,7 @@ class Loads(Exports):
         self.runs = []
 
     def prepare(self, trainer, pl_module):
-        if isinstance(trainer.strategy, pl.strategies.IPUStrategy):
+        if isinstance(trainer.strategy, IPUStrategy):
             executor_of(trainer).loadExecutable(self.filename)
             self.runs.append(pl_module.runs[-1])
 
@@ -85,7 +85,7 @@ def test_executable_caching_options(tmp_path):
     def strategy(training_opts, inference_opts):
         for options in (training_opts, inference_opts):
             options.enableExecutableCaching(str(directory))
-        return pl.strategies.IPUStrategy(training_opts=training_opts, inference_opts=inference_opts)
+        return IPUStrategy(training_opts=training_opts, inference_opts=inference_opts)
 
     for _ in range(2):
         check_parity(Logs, setting=Setting(strategy=strategy))
@@ -98,7 +98,7 @@ class Destroys(pl.Callback):
         self.compiled = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch_idx == 0 and isinstance(trainer.strategy, pl.strategies.IPUStrategy):
+        if batch_idx == 0 and isinstance(trainer.strategy, IPUStrategy):
             executor = executor_of(trainer, "validate")
             self.compiled.append(executor.isCompiled())
             executor.destroy()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
-from lightning_in_use import pl
+from lightning_in_use import IPUStrategy, pl
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Metric
 
@@ -72,8 +72,8 @@ class Setting:
         output_mode: The callback's argument.
         keys: The callback's argument.
         micro_batch: Samples of a micro-batch.
-        strategy: Makes the strategy, given `training_opts` and `inference_opts`; Lightning's own
-            `IPUStrategy` if there is none.
+        strategy: Makes the strategy, given `training_opts` and `inference_opts`; the `IPUStrategy`
+            of the Lightning in use if there is none.
     """
 
     iterations: int = 2
@@ -246,7 +246,7 @@ def _strategy(setting: Setting) -> Any:
             made.outputMode(getattr(poptorch.OutputMode, setting.mode))
         return made
 
-    make = setting.strategy or pl.strategies.IPUStrategy
+    make = setting.strategy or IPUStrategy
     return make(training_opts=options(True), inference_opts=options(False))
 
 

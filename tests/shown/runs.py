@@ -87,7 +87,7 @@ def _trainer(
         return pl.Trainer(**given)
     # last on purpose: it has to put itself first
     given["callbacks"] = [*given.get("callbacks", []), callback]
-    strategy = pl.strategies.IPUStrategy(
+    strategy = IPUStrategy(
         training_opts=_options(iterations, accumulation), inference_opts=_options(iterations, 1)
     )
     return pl.Trainer(accelerator="ipu", devices=1, strategy=strategy, **given)
