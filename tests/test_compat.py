@@ -1,11 +1,23 @@
 """The private names of other libraries that `_compat` knows still mean what it takes them for."""
 
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torchmetrics
 from lightning_in_use import STRATEGIES, pl
 
 from ipu_log_callback import _compat, emulator
+
+REPOSITORY = Path(__file__).parents[1]
+INSTALLED = [
+    tree
+    for tree in ("pytorch_lightning", "lightning.pytorch")
+    if importlib.util.find_spec(tree.split(".", maxsplit=1)[0]) is not None
+]
 
 
 class Net(pl.LightningModule):
@@ -39,8 +51,8 @@ class Validated(Net):
         self.called_in_step(self)
 
 
-def run(called_in_step, validation_loaders=0):
-    """One batch on the CPU, in training or of each validation loader; returns the trainer."""
+def run(called_in_step, validation_loaders=0, of=Net):
+    """One epoch on the CPU, in training or of each validation loader; returns the trainer."""
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -54,9 +66,33 @@ def run(called_in_step, validation_loaders=0):
         loaders = [module.loader() for _ in range(validation_loaders)]
         trainer.validate(module, loaders, verbose=False)
     else:
-        module = Net(called_in_step)
+        module = of(called_in_step)
         trainer.fit(module, module.loader())
     return trainer
+
+
+def _callback_is_one_of(imports, tree):
+    """Whether the callback is one for trainers of `tree`, in a fresh interpreter that imports."""
+    program = f"""
+import sys
+{imports}
+sys.exit(not issubclass(ipu_log_callback.IPULogCallback, sys.modules["{tree}"].Callback))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert run.stderr == ""
+    return run.returncode == 0
+
+
+@pytest.mark.parametrize("tree", INSTALLED)
+def test_the_lightning_that_was_imported_first_is_in_use(tree):
+    """Where both distributions are installed, whichever the user imported."""
+    assert _callback_is_one_of(f"import {tree}, ipu_log_callback", tree)
+
+
+def test_the_lightning_with_an_ipu_strategy_is_in_use_where_none_was_imported():
+    """The callback may be imported first: it is one for the trainers that can train on an IPU."""
+    assert _callback_is_one_of(f"import ipu_log_callback, {pl.__name__}", pl.__name__)
 
 
 def test_a_trial_logs_nothing():
@@ -68,6 +104,35 @@ def test_a_trial_logs_nothing():
         module.log("after", torch.tensor(2.0))
 
     assert set(run(trial).callback_metrics) == {"before", "after"}
+
+
+def test_a_trial_changes_no_value_that_is_being_accumulated():
+    """An epoch's values are the same with trials of the same keys in every step, and without."""
+
+    class Epoch(Net):
+        def training_step(self, batch, batch_idx):
+            self.log("mean", batch_idx + 1.0, on_step=True, on_epoch=True)
+            self.called_in_step(self)
+            self.log("sum", batch_idx + 1.0, reduce_fx="sum", on_step=False, on_epoch=True)
+            return self.layer(batch[0]).square().mean()
+
+        def loader(self):
+            return torch.utils.data.DataLoader(
+                torch.utils.data.TensorDataset(torch.ones(3, 3)), batch_size=1
+            )
+
+    def trial(module):
+        with _compat.trial_results(module.trainer):
+            module.log("mean", 100.0, on_step=True, on_epoch=True)
+            module.log("sum", 100.0, reduce_fx="sum", on_step=False, on_epoch=True)
+
+    shown = run(trial, of=Epoch).callback_metrics
+    assert {key: float(value) for key, value in shown.items()} == {
+        "mean": 2,
+        "mean_epoch": 2,
+        "mean_step": 3,
+        "sum": 6,
+    }
 
 
 def test_a_trial_checks_as_lightning_does():

@@ -7,6 +7,7 @@ do with that device later fails, until the callback puts it back.
 import pytest
 import torch
 import torchmetrics
+from lightning_in_use import IPUStrategy
 from parity.bench import FEATURES, MICRO_BATCH, Net, observe, pl
 
 from ipu_log_callback import IPULogCallback

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from lightning_in_use import STRATEGIES
-from parity.bench import FEATURES, Net, Setting, check_parity, observe, pl
+from lightning_in_use import STRATEGIES, IPUStrategy
+from parity.bench import FEATURES, Net, Setting, check_parity, observe
 
 # A pipeline of two stages wants an accumulation of 3 and two device iterations at the least.
 CUT = Setting(iterations=2, accumulation=3)

@@ -6,6 +6,7 @@ ends in an error that says what to do.
 
 import pytest
 import torch
+from lightning_in_use import IPUStrategy
 from parity.bench import FEATURES, MICRO_BATCH, Net, Run, Setting, check_parity, observe, pl
 
 from ipu_log_callback import errors

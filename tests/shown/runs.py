@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, Iterator, Optional
 
 import torch
 import torchmetrics
+from lightning_in_use import IPUStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from ipu_log_callback import IPULogCallback, IPULogWarning, _compat
