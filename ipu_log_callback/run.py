@@ -1,6 +1,7 @@
 """One run of a trainer on an IPU strategy: what the callback changes there, and puts back."""
 
 import functools
+import sys
 import threading
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
@@ -29,8 +30,8 @@ from .selection import Selection
 
 __all__ = ["Run"]
 
-#: The threads of the runs that are under way, one entry a run.
-_THREADS: List[threading.Thread] = []
+#: The runs that are under way, with their threads.
+_UNDER_WAY: "Dict[Run, threading.Thread]" = {}
 _LOCK = threading.Lock()
 
 
@@ -81,12 +82,17 @@ class Run:
             CallbackSetupError: A run of another thread is under way.
         """
         strategy = self._trainer.strategy
+        for other in list(_UNDER_WAY):
+            if other._trainer is not self._trainer and other._trainer.interrupted:
+                other.abandon(interrupted=True)  # nobody told its callback
         with ExitStack() as stack:
-            stack.enter_context(_only_thread())
+            stack.enter_context(_only_thread(self))
             stack.enter_context(_first_callback(self._trainer, self._callback))
             stack.enter_context(self._options_replaced(strategy))
             setup = functools.partial(self._setup_strategy, strategy.setup)
             stack.enter_context(_instance_attribute(strategy, "setup", setup))
+            teardown = functools.partial(self._tear_down_strategy, strategy.teardown)
+            stack.enter_context(_instance_attribute(strategy, "teardown", teardown))
             self._undo = stack.pop_all()
 
     def end(self) -> None:
@@ -230,6 +236,16 @@ class Run:
             self._act_together(strategy)
         return result
 
+    def _tear_down_strategy(self, teardown: Callable[[], None]) -> None:
+        """The strategy's own `teardown`; and everything put back, if no hook is going to.
+
+        Lightning's finders take all callbacks away while they search: of an exception there no
+        callback hears.
+        """
+        teardown()
+        if not any(callback is self._callback for callback in self._trainer.callbacks):
+            self._callback.on_exception(self._trainer, self._module, sys.exc_info()[1])
+
     def _act_together(self, strategy: Any) -> None:
         """Metrics compute, and callbacks decide, over all processes of the launch."""
         self._undo.enter_context(metrics_synchronised(Metrics(self._module)))
@@ -314,13 +330,14 @@ class Run:
 
 
 @contextmanager
-def _only_thread() -> Iterator[None]:
+def _only_thread(run: Run) -> Iterator[None]:
     """Refuse a run while another thread has one; runs within a hook of another are fine."""
     mine = threading.current_thread()
     with _LOCK:
-        other = next((t for t in _THREADS if t is not mine and t.is_alive()), None)
+        threads = _UNDER_WAY.values()
+        other = next((t for t in threads if t is not mine and t.is_alive()), None)
         if other is None:
-            _THREADS.append(mine)
+            _UNDER_WAY[run] = mine
     if other is not None:
         raise CallbackSetupError(
             report(
@@ -336,7 +353,7 @@ def _only_thread() -> Iterator[None]:
     try:
         yield
     finally:
-        _THREADS.remove(mine)
+        _UNDER_WAY.pop(run, None)
 
 
 @contextmanager

@@ -305,3 +305,29 @@ def test_the_batch_size_finder(right, tmp_path):
         run(made, "fit", module)
     assert leftovers(made, module) == []
     assert numbers_of(one_run(Net())) == pytest.approx(right["fit"])
+
+
+@pytest.mark.skipif(
+    not hasattr(pl.callbacks, "LearningRateFinder"),
+    reason="the finder of Lightning 1.6 takes all callbacks away before it sets anything up",
+)
+def test_the_learning_rate_finder_interrupted(right, tmp_path):
+    """After Ctrl-C in a search, of which no callback hears, another trainer's fit is right."""
+
+    class Interrupted(Net):
+        searching = True
+
+        def on_train_batch_start(self, batch, batch_idx):
+            if self.searching and batch_idx == 1:
+                raise KeyboardInterrupt
+
+    module = Interrupted()
+    module.lr = 0.05
+    finder = pl.callbacks.LearningRateFinder(num_training_steps=4)
+    interrupted = trainer([IPULogCallback("*"), finder], default_root_dir=tmp_path)
+    run(interrupted, "fit", module)
+    assert interrupted.interrupted
+    module.searching = False
+    reset(module)
+    assert numbers_of(one_run(module)) == pytest.approx(right["fit"])
+    assert leftovers(interrupted, module) == []
