@@ -128,6 +128,7 @@ _TRAINERS = frozenset(
         *("val_dataloaders", "test_dataloaders", "predict_dataloaders", "num_training_batches"),
         *("_last_train_dl_reload_epoch", "_last_val_dl_reload_epoch"),
         *("overridden_optimizer_step", "overridden_optimizer_zero_grad"),
+        *("_validated_ckpt_path", "_tested_ckpt_path", "_predicted_ckpt_path"),
     )
 )
 # Filled by the libraries as they go.
