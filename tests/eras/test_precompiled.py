@@ -6,7 +6,7 @@ ends in an error that says what to do.
 
 import pytest
 import torch
-from lightning_in_use import IPUStrategy
+from lightning_in_use import IPUStrategy, apart_from_its_trainer
 from parity.bench import FEATURES, MICRO_BATCH, Net, Run, Setting, check_parity, observe, pl
 
 from ipu_log_callback import errors
@@ -43,15 +43,18 @@ def arguments(executor_batches):
 class Exports(pl.Callback):
     """Compiles the training step into a file, in one of the hooks before the first batch."""
 
-    def __init__(self, hook, filename):
+    def __init__(self, hook, filename, with_module=False):
         self.filename = filename
+        self.with_module = with_module
         setattr(self, hook, self.prepare)
 
     def prepare(self, trainer, pl_module):
         if isinstance(trainer.strategy, IPUStrategy):
             batch, index = arguments(CUT.micro_batches(training=True))
-            # without the module: that of Lightning 1 holds its trainer, which cannot be pickled
-            executor_of(trainer).compileAndExport(self.filename, batch, index, export_model=False)
+            with apart_from_its_trainer(pl_module):
+                executor_of(trainer).compileAndExport(
+                    self.filename, batch, index, export_model=self.with_module
+                )
 
 
 class Loads(Exports):
@@ -67,13 +70,16 @@ class Loads(Exports):
             self.runs.append(pl_module.runs[-1])
 
 
+@pytest.mark.parametrize("with_module", [False, True])
 @pytest.mark.parametrize(
     ("hook", "times"), [("on_fit_start", 1), ("on_train_start", 1), ("on_train_epoch_start", 2)]
 )
-def test_compile_and_export_then_load_the_executable(hook, times, tmp_path):
+def test_compile_and_export_then_load_the_executable(hook, times, with_module, tmp_path):
     """The Python runs again at load: the step record comes from there, and the rows are right."""
     filename = str(tmp_path / "step.poptorch")
-    check_parity(Logs, setting=CUT, callbacks=lambda: [Exports("on_train_start", filename)])
+    check_parity(
+        Logs, setting=CUT, callbacks=lambda: [Exports("on_train_start", filename, with_module)]
+    )
     loads = Loads(hook, filename)
     check_parity(Logs, setting=CUT, callbacks=lambda: [loads])
     assert loads.runs == ["train"] * times
