@@ -98,6 +98,7 @@ rows: ## Name the rows of the matrix
 .PHONY: clean
 clean: ## Remove .venv, .matrix, caches and what the examples wrote
 	rm -rf .venv .matrix build dist docs *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis runs
+	rm -rf .coverage* .mutants
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # -- the everyday environment -----------------------------------------------------------------
@@ -118,9 +119,11 @@ clean: ## Remove .venv, .matrix, caches and what the examples wrote
 	@.venv/bin/python -m pip install -q --no-build-isolation -r $(EVERYDAY) -e ".[test,check]"
 	@touch $@
 
+# mutmut's operators alone: its own interface would bring a newer rich than the tests take.
 .venv/.mutants: .venv/.test
-	@echo "== installing into .venv: ipu-log-callback[mutants]"
-	@.venv/bin/python -m pip install -q --no-build-isolation -r $(EVERYDAY) -e ".[mutants]"
+	@echo "== installing into .venv: mutmut, libcst"
+	@.venv/bin/python -m pip install -q --no-deps mutmut==3.8.1
+	@.venv/bin/python -m pip install -q libcst
 	@touch $@
 
 .venv/.docs: .venv/.demo
