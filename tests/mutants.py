@@ -43,6 +43,8 @@ TESTS = (
     *("tests/test_messages.py", "tests/parity", "tests/robustness", "tests/inspection"),
     *("tests/shown", "tests/eras", "tests/processes/test_refusals.py"),
 )
+#: Where the first of several tests provokes the error that they all look at.
+PROVOKED_ONCE = "tests/test_messages.py"
 LEFT_OUT = ("test_load", "test_notebook", "test_security", "test_cli")
 
 #: Seconds of tests that a mutant gets; `--again` knows no such bound.
@@ -375,9 +377,10 @@ def _with_those_that_look_on(names: Iterable[str], tests: Iterable[str]) -> Set[
     """Names, and the tests that look at what one of them was the first to provoke."""
     found = set(names)
     for name in names:
-        file, _, case = name.rstrip("]").partition("[")
-        if file.startswith("tests/test_messages.py"):  # provokes each of its errors once
-            found.update(other for other in tests if f"[{case}" in other)
+        case = name.rstrip("]").partition("[")[2]
+        if case and name.startswith(PROVOKED_ONCE):
+            own = (each for each in tests if each.startswith(PROVOKED_ONCE))
+            found.update(each for each in own if f"[{case}" in each)
     return found
 
 
