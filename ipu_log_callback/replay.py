@@ -217,9 +217,7 @@ class Replay:
         """The call's options, its `batch_size` counted for the whole execution."""
         options = dict(event.options)
         size = options.get("batch_size")
-        if isinstance(size, int):
-            options["batch_size"] = size * self._geometry.micro_batches
-        elif isinstance(size, torch.Tensor):
+        if isinstance(size, (int, torch.Tensor)):
             options["batch_size"] = int(size) * self._geometry.micro_batches
         return options
 
