@@ -1,0 +1,183 @@
+"""What a script may call on hardware and the emulator only stores, answers or refuses by name."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+X = torch.ones(2, 2)
+
+#: Setters that change nothing here: a script calls them and goes on.
+STORED = {
+    "an IPU by number": lambda p, o: o.useIpuId(3),
+    "an offline target": lambda p, o: o.useOfflineIpuTarget(),
+    "the synchronisation": lambda p, o: o.syncPattern(p.SyncPattern.Full),
+    "a directory of logs": lambda p, o: o.logDir("logs"),
+    "repeated log lines": lambda p, o: o.maxRepeatLogs(None),
+    "a model's name": lambda p, o: o.modelName("net"),
+    "cached executables": lambda p, o: o.enableExecutableCaching("cache"),
+    "no cached executables": lambda p, o: o.enableExecutableCaching(None),
+    "a profile": lambda p, o: o.enableProfiling("profile"),
+    "names of operators": lambda p, o: o.disableModuleNamescope(),
+    "buffers by name": lambda p, o: o.updatableNamedBuffers([]),
+    "hidden source paths": lambda p, o: o.sourceLocationExcludes(["site-packages"]),
+    "more hidden source paths": lambda p, o: o.appendToLocationExcludes("lib", "bin"),
+    "unexpected optimizer attributes": lambda p, o: o.relaxOptimizerAttributesChecks(),
+    "no synthetic data": lambda p, o: o.enableSyntheticData(False),
+    "one replica an input group": lambda p, o: o.inputReplicaGrouping(
+        1, p.CommGroupType.NoGrouping
+    ),
+    "stochastic rounding": lambda p, o: o.Precision.enableStochasticRounding(True),
+    "no floating point exceptions": lambda p, o: o.Precision.enableFloatingPointExceptions(False),
+    "casts of halves": lambda p, o: o.Precision.halfFloatCasting(
+        p.HalfFloatCastingBehavior.HalfUpcastToFloat
+    ),
+    "running statistics": lambda p, o: o.Precision.runningStatisticsAlwaysFloat(False),
+    "partial sums": lambda p, o: o.Precision.setPartialsType(torch.half),
+    "loss scaling": lambda p, o: o.Training.setAutomaticLossScaling(True),
+    "dithering": lambda p, o: o.Training.setConvolutionDithering(True),
+    "when a mean is divided": lambda p, o: (
+        o.Training.setMeanAccumulationAndReplicationReductionStrategy(
+            p.MeanReductionStrategy.PostAndLoss
+        )
+    ),
+    "being the only process": lambda p, o: o.Distributed.disable(),
+    "IO tiles": lambda p, o: o.TensorLocations.numIOTiles(32),
+    "activations off the chip": lambda p, o: o.TensorLocations.setActivationLocation(
+        p.TensorLocationSettings().useOnChipStorage(False).useIOTilesToLoad().useIOTilesToStore()
+    ),
+    "optimizer states in parts": lambda p, o: o.TensorLocations.setOptimizerLocation(
+        p.TensorLocationSettings()
+        .useReplicatedTensorSharding()
+        .minElementsForReplicatedTensorSharding(8)
+    ),
+    "accumulators anywhere": lambda p, o: o.TensorLocations.setAccumulatorLocation(
+        p.TensorLocationSettings().useOnChipStorage(None)
+    ),
+}
+
+
+def model(poptorch: Any, options: Any) -> Any:
+    """A compiled model that doubles what it is given."""
+
+    class Doubles(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    return poptorch.inferenceModel(Doubles(), options)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_what_only_hardware_has_changes_no_result(poptorch, name):
+    """A setter is accepted; unless it says that nothing is to be executed, results are the same."""
+    options = poptorch.Options()
+    assert STORED[name](poptorch, options) is not NotImplemented
+    if name != "an offline target":
+        assert torch.equal(model(poptorch, options)(X), X * 2)
+
+
+REFUSED = {
+    "exceptions for NaN": lambda p, o: o.Precision.enableFloatingPointExceptions(True),
+    "float cast down to half": lambda p, o: o.Precision.halfFloatCasting(
+        p.HalfFloatCastingBehavior.FloatDowncastToHalf
+    ),
+    "synthetic data": lambda p, o: o.enableSyntheticData(True),
+    "shared inputs": lambda p, o: o.replicationFactor(2).inputReplicaGrouping(
+        2, p.CommGroupType.Consecutive
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_change_results_is_refused_by_name(poptorch, name):
+    """The emulator does not pretend."""
+    with pytest.raises(NotImplementedError, match=r"Options\.|options"):
+        REFUSED[name](poptorch, poptorch.Options())
+
+
+WRONG = {
+    "group of all": (lambda p, o: o.inputReplicaGrouping(1, p.CommGroupType.All), "cannot be All"),
+    "group too large": (
+        lambda p, o: o.inputReplicaGrouping(2, p.CommGroupType.Consecutive),
+        "larger than replication_factor",
+    ),
+    "group that does not divide": (
+        lambda p, o: o.replicationFactor(3).inputReplicaGrouping(2, p.CommGroupType.Consecutive),
+        "factor of replication_factor",
+    ),
+    "running statistics": (
+        lambda p, o: o.Precision.runningStatisticsAlwaysFloat(1),
+        "set to a bool",
+    ),
+    "type of partial sums": (lambda p, o: o.Precision.setPartialsType(torch.int32), "torch.half"),
+    "log level": (lambda p, o: p.setLogLevel("LOUD"), "Unknown log level: LOUD"),
+    "log level by number": (lambda p, o: p.setLogLevel(99), "Invalid log level integer"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_poptorch_refuses_is_refused(poptorch, name):
+    """With the words that PopTorch has for it."""
+    act, words = WRONG[name]
+    with pytest.raises(ValueError, match=words):
+        act(poptorch, poptorch.Options())
+
+
+def test_a_strategy_is_asked_for_its_phases_and_stages(poptorch):
+    """A script may place stages after the strategy was made."""
+    stages = [poptorch.Stage("A"), poptorch.Stage("B")]
+    serial = poptorch.SerialPhasedExecution(stages, poptorch.Phase(poptorch.Stage("C")))
+    serial.phase(0).ipus(0, 1)
+    serial.phase(1).stage(0).ipu(2)
+    serial.setTensorsLiveness(poptorch.Liveness.OffChipAfterEachPhase).useSeparateBackwardPhase()
+    assert serial.stage("C").blocks == ("C",)
+    assert serial.backendOptions()["serial_phases_execution"] is True
+    parallel = poptorch.ParallelPhasedExecution(["A"], ["B"]).sendTensorsOffChipAfterFwd()
+    assert parallel.backendOptions()["serial_phases_execution"] is False
+    assert poptorch.ShardedExecution().backendOptions() == {"execution_mode": 1}
+
+
+def test_phases_that_cannot_be_are_refused(poptorch):
+    """In words that name what is wrong."""
+    with pytest.raises(AssertionError, match="no AutoStage for PhasedExecution"):
+        poptorch.SerialPhasedExecution()
+    with pytest.raises(AssertionError, match="2 stages but you provided 1 ipus"):
+        poptorch.Phase(poptorch.Stage("A"), poptorch.Stage("B")).ipus(0)
+    with pytest.raises(AssertionError, match="block IDs"):
+        poptorch.Phase("A", 3)
+    with pytest.raises(AssertionError, match="positive integers"):
+        poptorch.SerialPhasedExecution(["A"]).phase(-1)
+
+
+def test_trace_points_are_accepted(poptorch):
+    """PopVision's channel runs what it is given and records nothing."""
+    channel = poptorch.profiling.Channel("training")
+    thing = object()
+    with channel.tracepoint("step"):
+        assert channel.instrument(thing, "method") is thing
+
+
+def test_times_mean_nothing(poptorch):
+    """Latencies and counters have PopTorch's form without numbers; cycles are refused."""
+    compiled = model(poptorch, poptorch.Options().showCompilationProgressBar(True))
+    with pytest.raises(poptorch.Error, match="compile the model before"):
+        compiled.compilationTime()
+    with pytest.raises(poptorch.Error, match="logCycleCount"):
+        compiled.cycleCount()
+    compiled(X)
+    assert compiled.compilationTime() == timedelta(0)
+    assert compiled.getLatency() == (0.0, 0.0, 0.0)
+    assert compiled.getPerfCounters()["output"] == [[]]
+
+    quiet = model(poptorch, poptorch.Options().showCompilationProgressBar(False))
+    quiet(X)
+    with pytest.raises(poptorch.Error, match="showCompilationProgressBar"):
+        quiet.compilationTime()
+
+    counting = model(poptorch, poptorch.Options().logCycleCount(True))
+    with pytest.raises(poptorch.Error, match="at least once"):
+        counting.cycleCount()
+    counting(X)
+    with pytest.raises(NotImplementedError, match="cycle"):
+        counting.cycleCount()
