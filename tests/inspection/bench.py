@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
-from lightning_in_use import pl
+from lightning_in_use import IPUStrategy, pl
 from torch.utils.data import DataLoader, TensorDataset
 
 from ipu_log_callback import IPULogCallback
@@ -116,7 +116,7 @@ def trainer_of(
     return pl.Trainer(
         accelerator="ipu",
         devices=1 if options is None else options.replication_factor,
-        strategy=pl.strategies.IPUStrategy(training_opts=options),
+        strategy=IPUStrategy(training_opts=options),
         callbacks=callbacks,
         logger=logger,
         log_every_n_steps=1,

@@ -13,7 +13,7 @@ from typing import Any, Dict, List
 
 import torch
 import torchmetrics
-from lightning_in_use import STRATEGIES, pl
+from lightning_in_use import IPUStrategy, pl
 from torch.utils.data import TensorDataset
 
 from ipu_log_callback import IPULogCallback, emulator, live
@@ -130,7 +130,7 @@ def run(folder: Path, process_count: int) -> Dict[str, Any]:
     for options in (training, inference):
         options.deviceIterations(ITERATIONS)
         options.replicationFactor(GLOBAL_REPLICAS // processes)
-    strategy = STRATEGIES["built-in"](training_opts=training, inference_opts=inference)
+    strategy = IPUStrategy(training_opts=training, inference_opts=inference)
     torch.manual_seed(1)
     net = Net()
     stop = pl.callbacks.EarlyStopping("val_loss", min_delta=0.05, patience=1)

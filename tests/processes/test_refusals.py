@@ -9,7 +9,7 @@ from typing import Any, List, Optional
 import pytest
 import torch
 import torchmetrics
-from lightning_in_use import STRATEGIES, pl
+from lightning_in_use import IPUStrategy, pl
 from torch.utils.data import DataLoader, TensorDataset
 
 from ipu_log_callback import IPULogCallback, IPULogError, IPULogWarning, emulator
@@ -42,7 +42,7 @@ def validate(net: Any, keys: str = "*", count: int = 2) -> Any:
     trainer = pl.Trainer(
         accelerator="ipu",
         devices=1,
-        strategy=STRATEGIES["built-in"](inference_opts=options),
+        strategy=IPUStrategy(inference_opts=options),
         callbacks=[IPULogCallback(keys)],
         max_epochs=1,
         logger=False,

@@ -18,7 +18,7 @@ from unittest import mock
 
 import ipu_log_callback
 
-from .runs import Net, pl
+from .runs import IPUStrategy, Net, pl
 
 __all__ = ["Fuse", "LineFuse", "callback_hooks", "module_hooks", "own_points"]
 
@@ -185,11 +185,11 @@ def own_points() -> List[Point]:
         (f"{emulated}.executable:Executable", "download", (1,)),
         (f"{emulated}.device_state:DeviceState", "attachToDevice", (1,)),
         (f"{emulated}.device_state:DeviceState", "detachFromDevice", (1,)),
-        (f"{pl.__name__}.strategies:IPUStrategy", "setup", (1,)),
-        (f"{pl.__name__}.strategies:IPUStrategy", "teardown", (1,)),
-        (f"{pl.__name__}.strategies:IPUStrategy", "training_step", (1, 2)),
-        (f"{pl.__name__}.strategies:IPUStrategy", "validation_step", (1, 3)),
-        (f"{pl.__name__}.strategies:IPUStrategy", "test_step", (1, 2)),
+        (f"{IPUStrategy.__module__}:IPUStrategy", "setup", (1,)),
+        (f"{IPUStrategy.__module__}:IPUStrategy", "teardown", (1,)),
+        (f"{IPUStrategy.__module__}:IPUStrategy", "training_step", (1, 2)),
+        (f"{IPUStrategy.__module__}:IPUStrategy", "validation_step", (1, 3)),
+        (f"{IPUStrategy.__module__}:IPUStrategy", "test_step", (1, 2)),
         (f"{pl.__name__}:LightningModule", "log", (1, 2, 7, 30)),
         (f"{pl.__name__}:LightningModule", "log_dict", (1, 2)),
         ("torchmetrics:MeanMetric", "compute", (1,)),

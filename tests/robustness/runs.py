@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterator, Sequence
 
 import torch
 import torchmetrics
-from lightning_in_use import pl
+from lightning_in_use import IPUStrategy, pl
 from torch.utils.data import DataLoader, TensorDataset
 
 from ipu_log_callback import IPULogCallback, IPULogWarning, live
@@ -20,6 +20,7 @@ __all__ = [
     "FULL",
     "PROGRAMS",
     "QUIET",
+    "IPUStrategy",
     "Net",
     "loader",
     "numbers_of",
@@ -152,7 +153,7 @@ def trainer(
     """A quiet trainer on the IPU strategy."""
     made: Dict[str, Any] = {"max_epochs": 1, "logger": False, "log_every_n_steps": 1, **QUIET}
     made.update(given)
-    strategy = pl.strategies.IPUStrategy(**options_of(iterations, accumulation, replicas, traced))
+    strategy = IPUStrategy(**options_of(iterations, accumulation, replicas, traced))
     with quiet():
         return pl.Trainer(
             accelerator="ipu",

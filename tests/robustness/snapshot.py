@@ -5,7 +5,7 @@ from typing import Any, Dict, List, Tuple
 import torch
 import torchmetrics
 
-from .runs import pl
+from .runs import IPUStrategy, pl
 
 __all__ = ["differences", "snapshot"]
 
@@ -76,7 +76,7 @@ _LIBRARIES: List[Any] = [
     pl.LightningModule,
     pl.Trainer,
     pl.Callback,
-    pl.strategies.IPUStrategy,
+    IPUStrategy,
     pl.trainer.connectors.data_connector,
     torch,
     torch.Tensor,

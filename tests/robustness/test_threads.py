@@ -7,7 +7,7 @@ import pytest
 
 from ipu_log_callback import IPULogCallback
 
-from .runs import PROGRAMS, Net, loader, numbers_of, one_run, options_of, pl, run, trainer
+from .runs import PROGRAMS, Net, loader, numbers_of, one_run, options_of, run, trainer
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,6 @@ def test_poptorchs_asynchronous_loader(mode, right):
     import poptorch
 
     options = options_of()
-    strategy = pl.strategies.IPUStrategy(**options)
     made = trainer([IPULogCallback("*")])
     made.strategy._training_opts = options["training_opts"]
     made.strategy._inference_opts = options["inference_opts"]
@@ -50,7 +49,6 @@ def test_poptorchs_asynchronous_loader(mode, right):
         for each in loaders:
             each.terminate()
     assert numbers_of(made) == pytest.approx(right["fit"])
-    del strategy
 
 
 def test_another_thread_logs_and_reads_meanwhile(right):
@@ -92,11 +90,13 @@ def test_two_trainers_in_two_threads(right):
     """Both are right, or the second is refused in words: never a mixture of the two."""
     start = threading.Barrier(2)
     results = {}
+    # made here: their weights come from the one generator of random numbers that threads share
+    nets = [Net() for _ in range(2)]
 
     def work(name):
         try:
             start.wait(10)
-            results[name] = numbers_of(one_run(Net(), program="test"))
+            results[name] = numbers_of(one_run(nets[name], program="test"))
         except Exception as error:  # noqa: BLE001 - judged below
             results[name] = error
 
