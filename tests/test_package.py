@@ -27,6 +27,7 @@ ABOUT_VERSIONS = {"_compat.py", "emulator/_torch_private.py"}
 
 #: Modules of more than 400 lines, each with the reason.
 LONG_MODULES = {
+    "doctor/findings.py": "one table: every kind of finding with its texts",
     "emulator/options.py": "every option of `poptorch.Options`, in PopTorch's own grouping",
     "emulator/tracing.py": "one class, the recorder of a step, whose parts share its slots",
 }
