@@ -2,7 +2,8 @@
 
 `python -m tests.mutants` changes one expression at a time in the modules that carry `self.log`
 across compilation, and runs the tests that reach the line until one fails. Every change that no
-test notices is printed, and kept with the others in `.mutants/`; `--again` tries those alone.
+test notices is printed, and kept with the others in `.mutants/`. A first run gives each the
+quickest of its tests; `--again --seconds 30` tries those that survived with more of them.
 A run that was interrupted goes on where it was; without `.mutants/` it starts anew.
 
 Importing torch and collecting the tests takes longer than the tests themselves. Both are done once:
@@ -48,8 +49,6 @@ TESTS = (
 PROVOKED_ONCE = "tests/test_messages.py"
 LEFT_OUT = ("test_load", "test_notebook", "test_security", "test_cli")
 
-#: Seconds of tests that a mutant gets; `--again` knows no such bound.
-BUDGET = 1.5
 KEPT = Path(".mutants")
 
 
@@ -205,8 +204,11 @@ class Reached(NamedTuple):
 class Mutation:
     """The pytest plugin: takes the place of the loop over all tests."""
 
-    def __init__(self, modules: List[str], again: bool, only: Optional[str]) -> None:
+    def __init__(
+        self, modules: List[str], again: bool, only: Optional[str], seconds: float
+    ) -> None:
         self._modules = modules
+        self._seconds = seconds
         self._again = again
         self._only = only
         self._items: Dict[str, Any] = {}
@@ -263,7 +265,7 @@ class Mutation:
         spent, quick = 0.0, []
         for name in names:
             spent += reached.seconds[name]
-            if spent > BUDGET and not self._again:
+            if spent > self._seconds:
                 break
             quick.append(name)
         first = [*new, *(name for name in self._lately if name in names)]
@@ -281,7 +283,7 @@ class Mutation:
         child = os.fork()
         if child == 0:
             os.close(here)
-            _bounded(seconds=60)
+            _bounded(seconds=60 + 3 * int(self._seconds))
             try:
                 put_in_place(mutant)
             except BaseException as error:  # noqa: BLE001 - whatever a mutant raises on import
@@ -396,15 +398,14 @@ def main() -> int:
     """Run from the repository's root."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("modules", nargs="*", default=list(MODULES), metavar="MODULE")
-    parser.add_argument(
-        "--again", action="store_true", help="only what survived, all its tests and new ones"
-    )
+    parser.add_argument("--again", action="store_true", help="what survived, with new tests too")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of tests for each mutant")
     parser.add_argument("--only", metavar="TEXT", help="only changes that contain this")
     chosen = parser.parse_args()
     left_out = [f"--ignore-glob=*{name}*" for name in LEFT_OUT]
     return pytest.main(
         ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-s", *left_out, *TESTS],
-        plugins=[Mutation(chosen.modules, chosen.again, chosen.only)],
+        plugins=[Mutation(chosen.modules, chosen.again, chosen.only, chosen.seconds)],
     )
 
 
