@@ -1,6 +1,7 @@
 """Micro-batches and output modes, against a loop that keeps them one by one."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,3 +68,33 @@ def test_everything_comes_back_unless_said_otherwise():
     assert Geometry(2, 3, 2, "EveryN").results == 12
     assert Geometry(2, 3, 2, "Final").returning_all() == Geometry(2, 3, 2)
     assert Geometry(2, 3, 2, "EveryN", 3).returning_all() == Geometry(2, 3, 2)
+
+
+@pytest.mark.parametrize("mode", ["All", "Sum", "Final", "EveryN"])
+def test_folded_integers_keep_their_dtype(mode):
+    """The device returns int32, and so does what is made of what it returned."""
+    own = Geometry(4, 1, 2, mode, 2 if mode == "EveryN" else 1)
+    assert fold(torch.arange(8, dtype=torch.int32), (), own).dtype == torch.int32
+
+
+@pytest.mark.parametrize(
+    ("mode", "training", "expected"),
+    [
+        (0, True, ("Final", 1)),
+        (1, True, ("EveryN", 3)),
+        (2, True, ("All", 1)),
+        (3, False, ("Sum", 1)),
+        (4, True, ("Final", 1)),
+        (4, False, ("All", 1)),
+    ],
+)
+def test_the_geometry_is_what_the_options_say(mode, training, expected):
+    """PopTorch's `Default` is `Final` in training and `All` in inference; a period is `EveryN`'s."""
+    options = SimpleNamespace(
+        output_mode=mode,
+        output_return_period=3,
+        device_iterations=6,
+        replication_factor=2,
+        Training=SimpleNamespace(gradient_accumulation=5),
+    )
+    assert Geometry.from_options(options, training) == Geometry(6, 5, 2, *expected)

@@ -532,6 +532,40 @@ def test_a_wrapper_works_or_is_refused_by_name(make, feed):
     check_parity(lambda: Wrapped(make, feed), validate_only, EXECUTIONS, tolerance=1e-4)
 
 
+class ClassByClass(Net):
+    """`log_dict(wrapper(...))`: a dict whose keys only the call itself knows."""
+
+    def __init__(self, options):
+        super().__init__()
+        self.by_class = torchmetrics.ClasswiseWrapper(
+            torchmetrics.Accuracy(**THREE, average=None), labels=["a", "b", "c"]
+        )
+        self.options = options
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+        self.log_dict(self.by_class(*multiclass(batch[0])), **self.options)
+
+
+@pytest.mark.parametrize("reduce_fx", ["mean", "max", "sum"])
+@pytest.mark.parametrize("setting", [Setting(iterations=1), REPLICAS], ids=["one", "several"])
+def test_a_wrappers_batch_values_are_logged_under_the_names_it_gives(setting, reduce_fx):
+    """What `log_dict` is given is a dict on the host only; each entry is a `self.log`."""
+    options = {**LEVELS, "reduce_fx": reduce_fx, "batch_size": 3}
+    seen = check_parity(lambda: ClassByClass(options), validate_only, setting)
+    assert any("multiclassaccuracy_a" in key for key in seen.final[0])
+
+
+@pytest.mark.parametrize(("keys", "logged"), [("*accuracy_b", {"b"}), ((), set())])
+def test_of_a_wrappers_batch_values_those_selected_are_logged(keys, logged):
+    """A glob picks the entries on the host, as they are named there."""
+    options = {"on_step": False, "on_epoch": True}
+    every = observe(False, lambda: ClassByClass(options), validate_only).final[0]
+    some = observe(True, lambda: ClassByClass(options), validate_only, Setting(keys=keys)).final[0]
+    wanted = {k: float(v) for k, v in every.items() if "accuracy" in k and k[-1] in logged}
+    assert {key: float(value) for key, value in some.items()} == pytest.approx(wanted)
+
+
 # -- selection ----------------------------------------------------------------------------------
 
 
