@@ -89,7 +89,7 @@ def test_folded_integers_keep_their_dtype(mode):
     ],
 )
 def test_the_geometry_is_what_the_options_say(mode, training, expected):
-    """PopTorch's `Default` is `Final` in training and `All` in inference; a period is `EveryN`'s."""
+    """PopTorch's `Default` is `Final` in training, `All` in inference; a period is `EveryN`'s."""
     options = SimpleNamespace(
         output_mode=mode,
         output_return_period=3,
