@@ -40,7 +40,8 @@ PACKAGE = "ipu_log_callback"
 MODULES = ("capture", "wire", "geometry", "replay")
 #: What the modules' behaviour shows in; the rest runs in processes of its own, or elsewhere.
 TESTS = (
-    *("tests/test_wire.py", "tests/test_geometry.py", "tests/test_replay.py"),
+    *("tests/test_capture.py", "tests/test_wire.py", "tests/test_geometry.py"),
+    "tests/test_replay.py",
     *("tests/test_metric_replay.py", "tests/test_messages.py", "tests/parity"),
     *("tests/robustness", "tests/inspection", "tests/shown", "tests/eras"),
     "tests/processes/test_refusals.py",

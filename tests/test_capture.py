@@ -1,0 +1,136 @@
+"""What becomes of a step's calls: recorded if wanted, else told with what they would cost."""
+
+import pytest
+import torch
+from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
+
+from ipu_log_callback.capture import Capture
+from ipu_log_callback.metrics import Metrics
+from ipu_log_callback.record import LoggedCollection
+from ipu_log_callback.selection import Selection
+
+
+class OnTheHost(Capture):
+    """A capture whose device is the host."""
+
+    def _on_device(self, tensor):
+        return True
+
+    def _check_call(self, *args, **kwargs):
+        """Lightning's checks need a trainer."""
+
+
+class Net(torch.nn.Module):
+    """Metrics alone and in a collection."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = SumMetric()
+        self.all = CatMetric()
+        self.group = MetricCollection({"low": MeanMetric(), "high": MeanMetric()}, prefix="val_")
+
+
+def captured(keys, step):
+    """Run `step(module, log, log_dict)`; returns its record and its layout."""
+    module = Net()
+    metrics = Metrics(module)
+    capture = OnTheHost(module, "validation_step", Selection(keys), metrics, False)
+
+    def log(name, value, **options):
+        capture.record_log(None, name, value, options)
+
+    def log_dict(collection, **options):
+        capture.record_log_collection(None, collection, options)
+
+    with metrics.recorded(capture.record_metric):
+        step(module, log, log_dict)
+    _, record, wire = capture.finish(None)
+    return record, wire
+
+
+def everything(module, log, log_dict):
+    """A scalar, a number, two metrics and a collection."""
+    x = torch.randn(4, 3)
+    log("scalar", x.sum())
+    log("number", 3)
+    module.total.update(x[0])
+    module.all(x)
+    module.all.compute()
+    module.group.update(x.mean())
+    log("total", module.total)
+    log_dict(module.group, on_epoch=True)
+
+
+def test_what_is_not_selected_is_told_with_what_it_would_cost():
+    """Scalars are 4 bytes, numbers nothing; a metric costs what it is fed, told under its path."""
+    record, wire = captured((), everything)
+    assert record.events == ()
+    assert not wire.carries_anchored
+    assert {key.name: key.bytes for key in record.dropped} == {
+        "scalar": 4,
+        "number": 0,
+        "total": 4 * 3,
+        "all": 4 * 12,
+        "group": 4,
+        "val_low": 0,
+        "val_high": 0,
+    }
+    assert all(key.site.file == __file__ for key in record.dropped)
+
+
+@pytest.mark.filterwarnings("ignore:`self.log.'number'")
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        (["scalar"], []),
+        (["total"], ["total"]),
+        (["all"], ["all", "all"]),
+        (["val_low"], ["group"]),
+        (["group"], ["group"]),
+        (["*"], ["total", "all", "all", "group"]),
+    ],
+)
+def test_a_metric_is_fed_if_it_or_what_it_is_logged_as_is_selected(keys, wanted):
+    """By its path or by a key; the calls of others are dropped, and theirs alone."""
+    record, _ = captured(keys, everything)
+    assert [call.path for call in record.metric_calls] == wanted
+    told = {key.name for key in record.dropped}
+    assert told.isdisjoint(wanted)
+    assert {"total", "all", "group"} - set(wanted) <= told
+
+
+def test_of_a_collection_the_selected_keys_are_logged():
+    """The others are told; the options stay the call's own."""
+    record, _ = captured(["val_high"], everything)
+    (logged,) = [event for event in record.logged if isinstance(event, LoggedCollection)]
+    assert logged.names == ("val_high",)
+    assert logged.options == {"on_epoch": True}
+    assert "val_low" in {key.name for key in record.dropped}
+    assert "val_high" not in {key.name for key in record.dropped}
+
+
+def test_a_tensor_that_is_used_twice_travels_once():
+    """Under two keys and in a metric, it is one anchored output, as it was at the first call."""
+
+    def step(module, log, log_dict):
+        value = torch.tensor([2.0])
+        log("a", value)
+        log("b", value, reduce_fx="sum")
+        module.total.update(value)
+
+    record, wire = captured(["*"], step)
+    first, second = record.logged
+    assert first.value is second.value is record.metric_calls[0].args[0]
+    assert len(record.anchored) == wire.extra_outputs == 1
+    assert (first.options, second.options) == ({}, {"reduce_fx": "sum"})
+
+
+def test_the_larger_cost_of_a_name_is_told():
+    """A metric that is logged under its own path costs what its calls are given."""
+
+    def step(module, log, log_dict):
+        log("total", module.total)
+        module.total.update(torch.randn(5))
+
+    record, _ = captured((), step)
+    assert [(key.name, key.bytes) for key in record.dropped] == [("total", 20)]
