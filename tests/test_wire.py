@@ -158,3 +158,20 @@ def test_before_anything_is_compiled_nothing_is_anchored():
     assert wire.extra_outputs == wire.bytes_per_execution(results=4) == wire.own_bytes == 0
     assert wire.unpack(output, fetched, fetched)[0] is output
     assert wire.unpack(None, own, fetched)[0] is None
+
+
+@pytest.mark.parametrize("count", [1, 6])
+@pytest.mark.parametrize("came_back", ["every micro-batch", "once"])
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (2, 3)], ids=str)
+def test_samples_are_the_micro_batches_joined(shape, came_back, count):
+    """As one metric call takes them: dimension 0 of all results, a constant's repeated."""
+    rows = [torch.randn(shape) for _ in range(count if came_back != "once" else 1)]
+    anchored = anchored_of(rows[:1])
+    packed = [pack(None, anchored, {0: row}, structured=True) for row in rows]
+    geometry = Geometry(count, 1, 1)
+    whole = executed([p for p, _ in packed])
+    _, got = packed[0][1].unpack(whole, geometry, geometry)
+    joined = torch.cat([row.reshape(-1, *row.shape[1:]) for row in rows])
+    expected = torch.cat([joined] * (count if came_back == "once" else 1))
+    samples = got.samples(anchored[0], count)
+    assert torch.equal(samples.reshape(expected.shape), expected)
