@@ -134,3 +134,14 @@ def test_the_larger_cost_of_a_name_is_told():
 
     record, _ = captured((), step)
     assert [(key.name, key.bytes) for key in record.dropped] == [("total", 20)]
+
+
+def test_a_cheaper_call_of_a_name_hides_no_dearer_one():
+    """Whichever came first, the larger cost is told."""
+
+    def step(module, log, log_dict):
+        log("a", torch.tensor(1.0))
+        log("a", 3)
+
+    record, _ = captured((), step)
+    assert [(key.name, key.bytes) for key in record.dropped] == [("a", 4)]

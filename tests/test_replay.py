@@ -271,3 +271,12 @@ def test_numbers_of_processes_are_reduced_as_micro_batches_are(values, weights, 
     reduced = over_processes(values, weights, options)
     assert float(reduced) == pytest.approx(expected)
     assert reduced.dtype == torch.get_default_dtype()
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_number_of_the_host_may_be_weighted_anew_at_every_execution(live):
+    """Only its weight comes from the execution."""
+    sizes = torch.tensor([1, 2, 5], dtype=torch.int32)
+    size = LiveValue(lambda: 4) if live else output(0, torch.int32)
+    said, _ = replayed([("v", 0.5, {"batch_size": size})], [] if live else [sizes], ALL[1])
+    assert said == [("v", 0.5, {"batch_size": 12 if live else 8})]
