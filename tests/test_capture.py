@@ -145,3 +145,15 @@ def test_a_cheaper_call_of_a_name_hides_no_dearer_one():
 
     record, _ = captured((), step)
     assert [(key.name, key.bytes) for key in record.dropped] == [("a", 4)]
+
+
+def test_a_metric_that_is_logged_under_another_name_is_fed():
+    """The key selects it, wherever in the module it lives."""
+
+    def step(module, log, log_dict):
+        module.total.update(torch.tensor(1.0))
+        module.all.update(torch.tensor(1.0))
+        log("renamed", module.total)
+
+    record, _ = captured(["renamed"], step)
+    assert [call.path for call in record.metric_calls] == ["total"]
