@@ -136,6 +136,15 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
+def _is_read(index: Any, is_device: Any) -> bool:
+    """Whether PyTorch reads an index's value: positions must be numbers on the host."""
+    if isinstance(index, (list, tuple)):
+        return any(_is_read(item, is_device) for item in index)
+    if isinstance(index, slice):
+        return any(map(is_device, (index.start, index.stop, index.step)))
+    return is_device(index) and index.dim() == 0 and not _is_mask(index)
+
+
 def refuse(name: str, args: Tuple[Any, ...], kwargs: Any, is_device: Any) -> None:
     """Raise if the function `name` has no place in a compiled step.
 
@@ -168,6 +177,9 @@ def refuse(name: str, args: Tuple[Any, ...], kwargs: Any, is_device: Any) -> Non
         raise _dynamic_shape("nonzero")
     if name in ("__getitem__", "index") and _is_mask(args[1]):
         raise _dynamic_shape("nonzero")
+    # `poptorch.dynamic_slice` exists because of this (PopTorch 3.4 `ops.py`).
+    if name in ("__getitem__", "__setitem__") and _is_read(args[1], is_device):
+        raise item_read()
     if name == "repeat_interleave":
         repeats = kwargs.get("repeats", args[1] if len(args) > 1 else args[0])
         if is_device(repeats) and kwargs.get("output_size") is None:

@@ -354,13 +354,11 @@ class Recorder:
             try:
                 try:
                     result = func(*self._fill(args), **self._fill(kwargs))
-                except (RuntimeError, IndexError) as err:
+                except (RuntimeError, IndexError):
                     if not widened.helps(self._fill(args), self._fill(kwargs)):
                         raise
-                    try:
-                        result = widened(*self._fill(args), **self._fill(kwargs))
-                    except (RuntimeError, IndexError):
-                        raise err from None
+                    # A second failure is the one that 64-bit indices have on a CPU.
+                    result = widened(*self._fill(args), **self._fill(kwargs))
                     func = widened
             finally:
                 random = not torch.equal(before, torch.get_rng_state())
@@ -438,8 +436,6 @@ class Recorder:
                 self._wrap(item, node, (*path, index), seen, args, casts)
                 for index, item in enumerate(result)
             ]
-            if hasattr(result, "_fields"):
-                return type(result)(*items)
             return type(result)(items)
         return result
 

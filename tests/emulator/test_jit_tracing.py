@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from ipu_log_callback.emulator.errors import Error
+
 
 class Net(torch.nn.Module):
     def __init__(self):
@@ -96,13 +98,79 @@ def test_a_trace_runs_python_on_host_tensors(poptorch):
     assert set(devices) == {"cpu"}
 
 
-def test_dict_arguments(poptorch):
-    """A traced model takes no dict.
+X = torch.ones(2)
 
-    PopTorch 2.6 `_args_parser.py`.
+
+@torch.jit.script
+def _loop(x):
+    for _ in range(3):
+        if bool(x.sum() < 9):
+            x = x + 1
+    return x
+
+
+NOT_TRACED = {
+    "dict": (lambda d: d["a"], ({"a": X},), TypeError, "Dictionaries are not supported"),
+    "number": (lambda x, n: x * n, (X, 2), TypeError, r"Got types: \[Tensor, int\]"),
+    "nested number": (
+        lambda x, pair: x * pair[1],
+        (X, (X, 2)),
+        TypeError,
+        r"Lists and Tuples of Tensors \(Got types: \[Tensor, Tuple\[Tensor, int\]\]\)",
+    ),
+    "None": (lambda x, y: x, (X, None), Error, "may not be passed as explicit model arg"),
+    "shape from a value": (torch.arange, (torch.tensor(3),), Error, "aten::item"),
+    "scripted loop": (_loop, (X,), NotImplementedError, "prim::Loop in a traced model"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TRACED)
+def test_what_cannot_be_traced(poptorch, name):
+    """Arguments are tensors in tuples and lists; the rest is refused by name.
+
+    PopTorch 2.6 `_args_parser.py`, `_poplar_executor.py`.
     """
-    with pytest.raises(TypeError, match="Dictionaries are not supported as input arguments"):
-        infer(poptorch, lambda d: d["a"], {"a": torch.ones(1)})
+    function, args, kind, text = NOT_TRACED[name]
+    with pytest.raises(kind, match=text):
+        infer(poptorch, function, *args)
+
+
+def test_a_traced_model_without_outputs(poptorch):
+    """It returns ``None``, and what it writes to buffers is written.
+
+    PopTorch 2.6 `_poplar_executor.py`.
+    """
+
+    class Writes(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x, scale=None):
+            self.seen.add_(x.sum() if scale is None else scale * x.sum())
+
+    model = Writes()
+    options = poptorch.Options()
+    options.Jit.traceModel(True)
+    executor = poptorch.inferenceModel(model, options)
+    assert executor(X) is None
+    assert executor(X * 2) is None
+    executor.copyWeightsToHost()
+    assert torch.equal(model.seen, torch.tensor([6.0]))
+    assert type(model) is Writes
+
+
+def test_further_named_arguments_of_a_traced_model(poptorch):
+    """`torch.jit.trace` takes positions alone: refused by name, not dropped."""
+
+    class Scaled(torch.nn.Module):
+        def forward(self, x, **named):
+            return x * named["scale"]
+
+    options = poptorch.Options()
+    options.Jit.traceModel(True)
+    with pytest.raises(NotImplementedError, match="named arguments in trace mode"):
+        poptorch.inferenceModel(Scaled(), options)(X, scale=X)
 
 
 def test_anchors_of_a_traced_training_model_have_a_prefix(poptorch):

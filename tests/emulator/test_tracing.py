@@ -26,6 +26,7 @@ def infer(poptorch, function, *inputs):
 
 
 X = torch.tensor([[1.0, -2.0, 3.0], [4.0, 5.0, -6.0]])
+HOST, ORDER = torch.ones(3), torch.tensor([1, 0])
 
 FUNCTIONS = {
     "indexing": lambda x: x[:, 1:].contiguous(),
@@ -47,6 +48,16 @@ FUNCTIONS = {
     "matmul": lambda x: x @ x.T,
     "bool": lambda x: x > 0,
     "half": lambda x: x.half() * 2,
+    "index with a host tensor": lambda x: x[ORDER],
+    "copy from a host tensor": lambda x: x.clone().copy_(HOST),
+    "item assignment of a host tensor": lambda x: _replace_first_row(x.clone()),
+    "a shape": lambda x: x.new_zeros(x.shape) + x.T.reshape(x.shape),
+    "one hot of known width": lambda x: F.one_hot(x.argmax(1), num_classes=4),
+    "repetitions of known length": lambda x: x.repeat_interleave(
+        torch.tensor([1, 2]), 0, output_size=3
+    ),
+    "a copy": lambda x: copy.deepcopy(x).add_(1) + x,
+    "a tensor that wants gradients": lambda x: _wanting_gradients(x).detach() * 2,
 }
 
 
@@ -58,6 +69,18 @@ def _negate_first_row(x):
 def _zero_first_column(x):
     x[:, 0] = 0
     return x
+
+
+def _replace_first_row(x):
+    x[0] = HOST
+    return x
+
+
+def _wanting_gradients(x):
+    leaf = x.detach()
+    leaf.requires_grad = True
+    assert leaf.requires_grad
+    return leaf * 1
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -127,6 +150,7 @@ def test_what_a_step_sees(poptorch):
         seen.update(
             grad=x.requires_grad, double=x.double().dtype, running=poptorch.isRunningOnIpu()
         )
+        seen.update(half=repr(x.half()), place=(x.is_ipu, x.is_cpu, x.get_device()), none=x.grad)
         return x + y
 
     infer(poptorch, look, X, torch.ones(3, dtype=torch.int64))
@@ -136,6 +160,9 @@ def test_what_a_step_sees(poptorch):
     assert seen["dtype"] == torch.int32
     assert seen["double"] == torch.float32
     assert "<unavailable>" in seen["text"]
+    assert "dtype=torch.float16" in seen["half"]
+    assert seen["place"] == (True, False, 0)
+    assert seen["none"] is None
     assert seen["grad"] is False
     assert seen["running"]
     assert not poptorch.isRunningOnIpu()
@@ -160,6 +187,16 @@ REFUSED = {
     "mask": (lambda x: x[x > 0], DYNAMIC + "nonzero"),
     "masked_select": (lambda x: x.masked_select(x > 0), DYNAMIC + "masked_select"),
     "unique": (torch.unique, DYNAMIC + "_unique2"),
+    "position": (lambda x: x[x.sum().int()], ITEM),
+    "position in a list": (lambda x: x[[0, x.sum().int()]], ITEM),
+    "slice": (lambda x: x[:, x.sum().int() :], ITEM),
+    "assigned slice": (lambda x: x.clone().__setitem__(slice(x.sum().int()), 0), ITEM),
+    "one hot": (lambda x: F.one_hot(x.argmax(1)), ITEM),
+    "where": (lambda x: torch.where(x > 0), DYNAMIC + "nonzero"),
+    "repetitions": (
+        lambda x: x.repeat_interleave(torch.tensor([1, 2]), 0),
+        DYNAMIC + "repeat_interleave",
+    ),
     "huber": (lambda x: F.huber_loss(x, x), "Unsupported ops found in compiled model"),
 }
 
@@ -175,10 +212,35 @@ def test_values_stay_on_the_device(poptorch, name):
         infer(poptorch, function, X)
 
 
-def test_numpy_is_out_of_reach(poptorch):
-    """PyTorch's own error for a tensor of another device."""
-    with pytest.raises(TypeError, match="can't convert ipu:0 device type tensor to numpy"):
-        infer(poptorch, lambda x: x.numpy(), X)
+@torch.jit.script
+def _scripted_move(x):
+    return x.to("cpu")
+
+
+OWN_ERRORS = {
+    "numpy": (lambda x: x.numpy(), TypeError, "can't convert ipu:0 device type tensor to numpy"),
+    "memory": (lambda x: x.data_ptr(), RuntimeError, "Cannot access data pointer of Tensor"),
+    "shapes": (lambda x: x @ x, RuntimeError, "shapes cannot be multiplied"),
+    "shapes of integers": (lambda x: x.int() @ x.int(), RuntimeError, "cannot be multiplied"),
+    "index": (lambda x: x[torch.tensor([9]), 1:], IndexError, "index 9 is out of bounds"),
+    "a copy of a result": (
+        lambda x: copy.deepcopy(_wanting_gradients(x)),
+        RuntimeError,
+        "support the deepcopy protocol",
+    ),
+    "scripted move": (_scripted_move, RuntimeError, r"return x\.to\(\"cpu\"\)"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_ERRORS)
+def test_errors_of_pytorch_itself(poptorch, name):
+    """What PyTorch refuses, it refuses in its own words; TorchScript shows the line.
+
+    PopTorch 3.4 `RegisterAtenOverloads.cpp`.
+    """
+    function, kind, text = OWN_ERRORS[name]
+    with pytest.raises(kind, match=text):
+        infer(poptorch, function, X)
 
 
 def test_host_tensors_must_be_moved(poptorch):
@@ -193,6 +255,16 @@ def test_host_tensors_must_be_moved(poptorch):
         infer(poptorch, lambda x: x + host, X)
     assert torch.equal(infer(poptorch, lambda x: x + host.to(x.device), X), X + 1)
     assert torch.equal(infer(poptorch, lambda x: x + host.to(x), X), X + 1)
+    assert torch.equal(infer(poptorch, lambda x: x + host.to(device=x.device), X), X + 1)
+    assert torch.equal(infer(poptorch, lambda x: x + host.to("cpu").to("ipu"), X), X + 1)
+
+
+def test_a_tensor_made_for_the_host_is_the_hosts(poptorch):
+    """A factory that names the CPU makes a host tensor, as the step can tell."""
+    made = []
+    infer(poptorch, lambda x: made.append(torch.ones_like(x, device="cpu")) or x * 1, X)
+    assert made[0].device.type == "cpu"
+    assert torch.equal(made[0], torch.ones(2, 3))
 
 
 def test_device_tensors_die_with_their_compilation(poptorch):
@@ -206,6 +278,7 @@ def test_device_tensors_die_with_their_compilation(poptorch):
     assert isinstance(dead, DeviceTensor)
     assert dead.shape == X.shape
     assert dead.device.type == "ipu"
+    assert repr(dead) == "tensor(<unavailable>, device='ipu:0', size=(2, 3))"
     for use in (
         lambda: dead + 1,
         dead.cpu,
