@@ -173,9 +173,8 @@ def refuse(name: str, args: Tuple[Any, ...], kwargs: Any, is_device: Any) -> Non
         raise TypeError(msg)
     if name in _DYNAMIC:
         raise _dynamic_shape(_DYNAMIC[name])
-    if name == "where" and len(args) + len(kwargs) == 1:
-        raise _dynamic_shape("nonzero")
-    if name in ("__getitem__", "index") and _is_mask(args[1]):
+    only_condition = name == "where" and len(args) + len(kwargs) == 1
+    if only_condition or (name in ("__getitem__", "index") and _is_mask(args[1])):
         raise _dynamic_shape("nonzero")
     # `poptorch.dynamic_slice` exists because of this (PopTorch 3.4 `ops.py`).
     if name in ("__getitem__", "__setitem__") and _is_read(args[1], is_device):
