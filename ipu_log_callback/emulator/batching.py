@@ -1,9 +1,10 @@
 """Micro-batches of an execution: how inputs are cut, and what comes back.
 
 Inputs and full outputs are laid out as ``[iterations, accumulation, replicas]`` micro-batches along
-dimension 0. With n results, a 0-d output becomes ``[n]`` when n > 1 and stays 0-d when n = 1; any
-other has its dimension 0 multiplied by n (PopTorch 3.4 `PoplarExecutable.cpp`,
-`Compiler::popartBatchDimForAnchor`, user guide "Efficient data batching").
+dimension 0; inputs that replicas share count once for each group of them. With n results, a 0-d
+output becomes ``[n]`` when n > 1 and stays 0-d when n = 1; any other has its dimension 0 multiplied
+by n (PopTorch 3.4 `PoplarExecutable.cpp`, `Compiler::popartBatchDimForAnchor`, user guide
+"Efficient data batching").
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from typing import List, Optional
 import torch
 
 from ipu_log_callback.emulator.enums import OutputMode
+from ipu_log_callback.emulator.replica_groups import ReplicaGroups
 
 __all__ = ["Collector", "Geometry", "micro_batches", "narrow_to_micro_batch"]
 
@@ -26,6 +28,7 @@ class Geometry:
         replicas: Copies of the model working side by side.
         mode: Which results come back.
         period: The N of ``EveryN``, counted in a replica's micro-batches.
+        shared_inputs: Which replicas share inputs; ``None`` if none do.
     """
 
     iterations: int
@@ -33,6 +36,7 @@ class Geometry:
     replicas: int
     mode: OutputMode
     period: int = 1
+    shared_inputs: Optional[ReplicaGroups] = None
 
     @property
     def per_replica(self) -> int:
@@ -43,6 +47,11 @@ class Geometry:
     def total(self) -> int:
         """Micro-batches of an execution."""
         return self.per_replica * self.replicas
+
+    @property
+    def input_groups(self) -> int:
+        """Groups of replicas that share inputs."""
+        return self.replicas if self.shared_inputs is None else self.shared_inputs.count
 
     @property
     def results(self) -> int:
@@ -61,13 +70,14 @@ def narrow_to_micro_batch(tensor: torch.Tensor, geometry: Geometry) -> torch.Ten
         AssertionError: If dimension 0 is not a multiple of the number of micro-batches.
     """
     size = tensor.size(0) if tensor.dim() else 1
-    total = geometry.total
+    groups = geometry.input_groups
+    total = geometry.per_replica * groups
     assert size % total == 0, (
         f"Invalid batch dimension: In the input {tensor.shape}, the batch "
         f"dimension ({size}) must be a multiple of "
         f"Options.deviceIterations({geometry.iterations}) * "
         f"(Options.replicationFactor({geometry.replicas}) / "
-        "Options.inputReplicaGrouping.input_group_size(1)) * "
+        f"Options.inputReplicaGrouping.input_group_size({geometry.replicas // groups})) * "
         f"Options.Training.gradientAccumulation({geometry.accumulation}) = {total} "
         "because it is used to calculate the batch size which will "
         "be executed on the device in any given iteration. For a "
@@ -77,12 +87,14 @@ def narrow_to_micro_batch(tensor: torch.Tensor, geometry: Geometry) -> torch.Ten
     return tensor if tensor.dim() == 0 else tensor.narrow(0, 0, size // total)
 
 
-def micro_batches(tensor: torch.Tensor, total: int) -> List[torch.Tensor]:
-    """Cut an input into `total` views, in the order in which the device consumes them."""
-    if total == 1:
-        return [tensor]
-    size = tensor.size(0) // total
-    return list(tensor.split(size)) if size else [tensor] * total
+def micro_batches(tensor: torch.Tensor, geometry: Geometry) -> List[torch.Tensor]:
+    """Cut an input into views, one for each micro-batch, in the order of their execution."""
+    total = geometry.per_replica * geometry.input_groups
+    size = tensor.size(0) // total if total > 1 else 0
+    parts = list(tensor.split(size)) if size else [tensor] * total
+    if geometry.shared_inputs is None:
+        return parts
+    return [parts[group] for group in geometry.shared_inputs.of]
 
 
 class Collector:

@@ -18,11 +18,12 @@ from ipu_log_callback.emulator.arguments import Arguments
 from ipu_log_callback.emulator.batching import Geometry
 from ipu_log_callback.emulator.default_device import factories_on_device
 from ipu_log_callback.emulator.device_tensor import DEVICE, is_device_tensor
-from ipu_log_callback.emulator.errors import backend_error, python_error
+from ipu_log_callback.emulator.errors import NotEmulatedError, backend_error, python_error
 from ipu_log_callback.emulator.executable import Executable, Layout
 from ipu_log_callback.emulator.graph import Graph, Node, Ref
 from ipu_log_callback.emulator.losses import final_loss
 from ipu_log_callback.emulator.program import compile_program
+from ipu_log_callback.emulator.replica_groups import GroupedParameter
 from ipu_log_callback.emulator.structures import flatten, map_tensors, rebuild
 from ipu_log_callback.emulator.tracing import Recorder
 from ipu_log_callback.emulator.weights import named_state, state_restored, unwrapped
@@ -46,6 +47,7 @@ class Request:
         gradients_summed: Whether gradients are summed over accumulation, replicas and processes
             instead of averaged.
         buffers_broadcast: Whether replicas must have equal buffers.
+        grouped: How parameters are divided among groups of replicas, by name.
         anchors: Names of anchored tensors.
         traced: Whether the front end is `torch.jit.trace` and not the dispatcher.
         surroundings: Makes the context in which the step's Python runs.
@@ -58,6 +60,7 @@ class Request:
     processes: int
     gradients_summed: bool
     buffers_broadcast: bool
+    grouped: Dict[str, GroupedParameter]
     anchors: List[str]
     traced: bool
     surroundings: Callable[[], ContextManager[None]]
@@ -93,6 +96,7 @@ def _run_step(request: Request, recorder: Recorder) -> Any:
         stack.enter_context(unwrapped(model))
         stack.enter_context(factories_on_device())
         stack.enter_context(state_restored(model))
+        host.update(_show_one_group(model, request.grouped))
         stack.enter_context(recorder.recording())
         recorder.moving_parameters = True
         model.to(DEVICE)
@@ -126,6 +130,24 @@ def _trace_step(request: Request, recorder: Recorder) -> Any:
             result = result if returns else None
             recorder.graph.outputs = _outputs(result)
     return result
+
+
+def _show_one_group(
+    model: torch.nn.Module, grouped: Dict[str, GroupedParameter]
+) -> Dict[str, torch.Tensor]:
+    """Put the first group's value in the place of each grouped parameter; return these by name."""
+    whole = {name: param for name, param in model.named_parameters() if name in grouped}
+    shown: Dict[int, torch.nn.Parameter] = {}
+    for param in whole.values():
+        if not param.dim():
+            raise python_error("Scalars cannot be passed as per-replica weight tensor values")
+        first = param.detach().narrow(0, 0, 1).squeeze(0)
+        shown[id(param)] = torch.nn.Parameter(first, requires_grad=param.requires_grad)
+    for module in model.modules() if shown else ():
+        for name, tensor in list(module._parameters.items()):
+            if id(tensor) in shown:
+                setattr(module, name, shown[id(tensor)])
+    return {name: shown[id(param)] for name, param in whole.items()}
 
 
 def _check_inputs(tensors: Iterable[torch.Tensor]) -> None:
@@ -189,7 +211,7 @@ def _build(request: Request, recorder: Recorder) -> Executable:
     host = named_state(request.model)
     parameters = [name for name in states if isinstance(host[name], torch.nn.Parameter)]
     buffers = [name for name in states if name not in parameters]
-    if geometry.replicas > 1 and request.buffers_broadcast and mutated & set(states.values()):
+    if geometry.input_groups > 1 and request.buffers_broadcast and mutated & set(states.values()):
         raise backend_error(
             "PopTorch does not support broadcasting buffers. If your model is able to tolerate "
             "buffers "
@@ -197,8 +219,17 @@ def _build(request: Request, recorder: Recorder) -> Executable:
             "poptorch.Options.broadcastBuffers(False).",
             source="poptorch/source/InplaceOps.cpp",
         )
+    grouped = {name: param for name, param in request.grouped.items() if name in host}
+    for name, param in grouped.items():
+        param.check(name, host[name])
+        if name not in parameters:
+            raise NotEmulatedError(
+                f"{name}.replicaGrouping(...)", "integers are the same on all replicas"
+            )
     loss = _as_made(graph, final_loss(graph, recorder.values)) if request.training else None
     written = [i for i, slot in enumerate(graph.inputs) if graph.groups[slot] in mutated]
+    if written and geometry.shared_inputs is not None:
+        raise NotEmulatedError("Options.inputReplicaGrouping(...)", "the step writes to an input")
     wanted = [*graph.outputs, *(graph.inputs[index] for index in written)]
     lasting = {*states.values(), *(graph.groups[slot] for slot in graph.inputs)}
     lasting |= {graph.groups[slot] for slot in graph.constants}
@@ -207,6 +238,7 @@ def _build(request: Request, recorder: Recorder) -> Executable:
         geometry=geometry,
         parameters=parameters,
         buffers=buffers,
+        grouped={name: param.groups for name, param in grouped.items()},
         trained=[name for name in parameters if host[name].requires_grad]
         if request.training
         else [],

@@ -47,12 +47,13 @@ def _numbers(group: Dict[str, Any]) -> Dict[str, Any]:
 class DeviceOptimizer:
     """Performs the weight updates of one compiled model."""
 
-    def __init__(self, host: Any, on_device: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, host: Any, on_device: Callable[[torch.Tensor], List[torch.Tensor]]) -> None:
         """Build the device's equivalent of `host`.
 
         Args:
             host: The user's optimizer.
-            on_device: Finds the device's copy of one of its parameters.
+            on_device: Finds the device's values of one of its parameters: one, or one for each
+                group of replicas.
         """
         cls = _implementation(host)
         own = ("param_groups", "state", "step", "state_dict", "zero_grad")
@@ -63,7 +64,10 @@ class DeviceOptimizer:
                 setattr(twin, name, collections.OrderedDict())
         twin.state = collections.defaultdict(dict)
         twin.param_groups = [
-            {**_numbers(group), "params": [on_device(param) for param in group["params"]]}
+            {
+                **_numbers(group),
+                "params": [value for param in group["params"] for value in on_device(param)],
+            }
             for group in host.param_groups
         ]
         self._twin: Any = twin
@@ -156,28 +160,36 @@ class DeviceOptimizer:
     def state(self, names: Dict[int, str]) -> Dict[str, torch.Tensor]:
         """Return the state by PopART-like names, ``<entry>___<parameter>``.
 
+        That of a grouped parameter has a leading dimension that counts the groups.
+
         Args:
-            names: Names of the device's weights by `id`.
+            names: Names of the wanted weights by `id`.
         """
         popart = self._popart_names
+        found: Dict[str, List[torch.Tensor]] = {}
+        for param in self.parameters:
+            for entry, value in self._twin.state.get(param, {}).items():
+                if value is not None and id(param) in names:
+                    key = f"{popart.get(entry, entry)}___{names[id(param)]}"
+                    found.setdefault(key, []).append(torch.as_tensor(value))
         return {
-            f"{popart.get(entry, entry)}___{names[id(param)]}": torch.as_tensor(value).clone()
-            for param, entries in self._twin.state.items()
-            for entry, value in entries.items()
-            if value is not None
+            key: torch.stack(values) if len(values) > 1 else values[0].clone()
+            for key, values in found.items()
         }
 
     def load_state(self, state: Dict[str, torch.Tensor], names: Dict[int, str]) -> None:
         """Take over what `state` returned."""
         entries = {popart: entry for entry, popart in self._popart_names.items()}
-        by_name = {name: param for param in self.parameters for name in [names[id(param)]]}
+        by_name: Dict[str, List[torch.Tensor]] = {}
+        for param in self.parameters:
+            by_name.setdefault(names[id(param)], []).append(param)
         for key, value in state.items():
             entry, _, name = key.partition("___")
             entry = entries.get(entry, entry)
-            if name in by_name:
-                param = by_name[name]
+            params = by_name.get(name, [])
+            for param, part in zip(params, value.unbind(0) if len(params) > 1 else [value]):
                 is_count = isinstance(self._twin.state[param].get(entry), int)
-                self._twin.state[param][entry] = int(value) if is_count else value.clone()
+                self._twin.state[param][entry] = int(part) if is_count else part.clone()
 
 
 # Names of PopART's optimizer state tensors, as anchors know them (PopART 3.4 `adamdecompose.cpp`,

@@ -136,6 +136,8 @@ class DeviceState:
             optimizer.state_dict = MethodType(DeviceState._optimizer_state_dict, self)  # type: ignore[method-assign]
         self._optimizer = optimizer
         if self._executable is not None and self._executable.optimizer is not None:
+            if self._executable.layout.grouped:
+                optim.check_grouped(optimizer)
             self._executable.optimizer.update(optimizer)
             self._write_optimizer_state_if_needed()
 
@@ -150,9 +152,11 @@ class DeviceState:
             return
         executable = self._compiled()
         assert executable.optimizer is not None
-        names = {id(weight): name for name, weight in executable.weights.items()}
         own_state = torch.optim.Optimizer.state_dict(optimizer)  # type: ignore[arg-type]  # PyTorch's as well
-        device_state = {"ipu_state": executable.optimizer.state(names), "ipu_param": {}}
+        device_state = {
+            "ipu_state": executable.optimizer.state(executable.weight_names),
+            "ipu_param": {},
+        }
         optimizer.set_state_dict({**device_state, **own_state})
         optimizer.ipu_state_is_dirty = False
 
@@ -164,8 +168,8 @@ class DeviceState:
             executable = self._compiled()
             assert executable.optimizer is not None
             self.copyWeightsToHostIfNeeded()
-            names = {id(weight): name for name, weight in executable.weights.items()}
-            executable.optimizer.load_state(optimizer.state_dict()["ipu_state"], names)
+            state = optimizer.state_dict()["ipu_state"]
+            executable.optimizer.load_state(state, executable.weight_names)
         optimizer.ipu_state_is_dirty = False
 
     # Device
@@ -209,7 +213,7 @@ class DeviceState:
         optimizer = self._optimizer
         if optimizer is not None:
             if executable.optimizer is None:
-                executable.optimizer = DeviceOptimizer(optimizer, self._device_weight(executable))
+                executable.optimizer = DeviceOptimizer(optimizer, self._device_values(executable))
             if isinstance(optimizer, optim.Optimizer):
                 if optimizer.has_state():
                     optimizer.ipu_state_is_dirty = True
@@ -220,13 +224,15 @@ class DeviceState:
         if self._cached_rng_state is not None:
             executable.rng_state = self._cached_rng_state
 
-    def _device_weight(self, executable: Executable) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _device_values(
+        self, executable: Executable
+    ) -> Callable[[torch.Tensor], List[torch.Tensor]]:
         by_id, by_address = {}, {}
         for name, param in self._model.named_parameters():
-            if name in executable.weights:
-                by_id[id(param)] = by_address[param.data_ptr()] = executable.weights[name]
+            if name in executable.layout.parameters:
+                by_id[id(param)] = by_address[param.data_ptr()] = executable.values_of(name)
 
-        def find(param: torch.Tensor) -> torch.Tensor:
+        def find(param: torch.Tensor) -> List[torch.Tensor]:
             return by_id[id(param)] if id(param) in by_id else by_address[param.data_ptr()]
 
         return find

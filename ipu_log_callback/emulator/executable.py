@@ -2,7 +2,7 @@
 
 import dataclasses
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -11,6 +11,7 @@ from ipu_log_callback.emulator.batching import Collector, Geometry, micro_batche
 from ipu_log_callback.emulator.device_optimizer import DeviceOptimizer
 from ipu_log_callback.emulator.exchange import add_up
 from ipu_log_callback.emulator.program import Program
+from ipu_log_callback.emulator.replica_groups import ReplicaGroups
 from ipu_log_callback.emulator.tracing import to_device_dtype
 
 __all__ = ["Executable", "Layout"]
@@ -24,6 +25,7 @@ class Layout:
         geometry: Micro-batches of an execution.
         parameters: Names of floating-point parameters, in order.
         buffers: Names of floating-point buffers.
+        grouped: How parameters are divided that have another value for each group of replicas.
         trained: Parameters that require gradients, in a training model.
         snapshots: For each wanted value, whether it must be copied at once because it shares memory
             with something that a later micro-batch may change.
@@ -40,6 +42,7 @@ class Layout:
     geometry: Geometry
     parameters: List[str]
     buffers: List[str]
+    grouped: Dict[str, ReplicaGroups]
     trained: List[str]
     snapshots: List[bool]
     outputs: int
@@ -54,7 +57,8 @@ class Executable:
     """Executes a program on micro-batches.
 
     Attributes:
-        weights: The device's parameters by name, shared by all replicas.
+        weights: The device's parameters by name, for each replica; all replicas have the same
+            tensors, but for grouped parameters.
         buffers: The device's buffers by name, for each replica.
         optimizer: Updates the weights; ``None`` in an inference model.
         seed: Seed of the device's random numbers.
@@ -64,7 +68,7 @@ class Executable:
         self.program = program
         self.layout = layout
         self.anchors = anchors
-        self.weights: Dict[str, torch.Tensor] = {}
+        self.weights: List[Dict[str, torch.Tensor]] = [{} for _ in range(layout.geometry.replicas)]
         self.buffers: List[Dict[str, torch.Tensor]] = []
         self.optimizer: Optional[DeviceOptimizer] = None
         self.seed = 0
@@ -77,10 +81,15 @@ class Executable:
         with torch.no_grad():
             for name in self.layout.parameters:
                 value = to_device_dtype(host[name].detach())
-                if name in self.weights:
-                    self.weights[name].copy_(value)
-                else:
-                    self.weights[name] = value.clone().requires_grad_(name in self.layout.trained)
+                groups = self.layout.grouped.get(name)
+                parts = [value] if groups is None else value.unbind(0)
+                if name in self.weights[0]:
+                    for tensor, part in zip(self.values_of(name), parts):
+                        tensor.copy_(part)
+                    continue
+                made = [part.clone().requires_grad_(name in self.layout.trained) for part in parts]
+                for replica, weights in enumerate(self.weights):
+                    weights[name] = made[0 if groups is None else groups.of[replica]]
             self.buffers = [
                 {name: to_device_dtype(host[name].detach()).clone() for name in self.layout.buffers}
                 for _ in range(self.layout.geometry.replicas)
@@ -95,8 +104,20 @@ class Executable:
     def download(self, host: Dict[str, torch.Tensor]) -> None:
         """Copy parameters, and the first replica's buffers, into host tensors by name."""
         with torch.no_grad():
-            for name, value in {**self.weights, **self.buffers[0]}.items():
-                host[name].copy_(value)
+            for name, value in {**self.weights[0], **self.buffers[0]}.items():
+                grouped = name in self.layout.grouped
+                host[name].copy_(torch.stack(self.values_of(name)) if grouped else value)
+
+    def values_of(self, name: str) -> List[torch.Tensor]:
+        """Return the values of a parameter: one, or one for each group of replicas."""
+        groups = self.layout.grouped.get(name)
+        replicas = [0] if groups is None else groups.first
+        return [self.weights[replica][name] for replica in replicas]
+
+    @property
+    def weight_names(self) -> Dict[int, str]:
+        """Names of the weights of all replicas by `id`."""
+        return {id(weight): name for mine in self.weights for name, weight in mine.items()}
 
     # Random numbers
 
@@ -147,7 +168,7 @@ class Executable:
             anchored tensors by name.
         """
         layout, geometry = self.layout, self.layout.geometry
-        slices = [micro_batches(to_device_dtype(tensor), geometry.total) for tensor in inputs]
+        slices = [micro_batches(to_device_dtype(tensor), geometry) for tensor in inputs]
         count = layout.outputs + len(layout.written_inputs)
         collectors = [Collector(geometry) for _ in range(count)]
         anchored = {name: Collector(geometry) for name in self.anchors.names}
@@ -178,23 +199,27 @@ class Executable:
         self, inputs: Sequence[torch.Tensor], replica: int
     ) -> Tuple[Tuple[torch.Tensor, ...], Dict[str, torch.Tensor]]:
         """Run forward and backward pass of one micro-batch on one replica."""
-        buffers = self.buffers[replica]
+        weights, buffers = self.weights[replica], self.buffers[replica]
         # Detached: a buffer updated from a differentiable value must not tie this micro-batch to
         # the next.
         states = [
-            self.weights[name] if name in self.weights else buffers[name].detach()
+            weights[name] if name in weights else buffers[name].detach()
             for name in self.program.states
         ]
         values = self.program.run(inputs, states)
-        gradients = {} if self.layout.loss is None else self._backward(values[self.layout.loss])
+        gradients = (
+            {} if self.layout.loss is None else self._backward(values[self.layout.loss], weights)
+        )
         if not self.anchors.names:
             return values, {}
         loss = values[self.layout.loss] if self.layout.loss is not None else torch.empty(0)
-        every = {**self.weights, **buffers}
+        every = {**weights, **buffers}
         scaling = 1.0 if self.optimizer is None else self.optimizer.loss_scaling
         return values, self.anchors.before_update(inputs, every, gradients, loss, scaling)
 
-    def _backward(self, loss: torch.Tensor) -> Dict[str, torch.Tensor]:
+    def _backward(
+        self, loss: torch.Tensor, weights: Dict[str, torch.Tensor]
+    ) -> Dict[str, torch.Tensor]:
         """Add this micro-batch's share to the gradients.
 
         Returns:
@@ -206,7 +231,7 @@ class Executable:
         if not self.anchors.needs_gradients:
             loss.backward(torch.full_like(loss, scale) if scale != 1.0 else None)
             return {}
-        params = [self.weights[name] for name in self.layout.trained]
+        params = [weights[name] for name in self.layout.trained]
         grads = torch.autograd.grad(loss.sum(), params, allow_unused=True)
         for param, grad in zip(params, grads):
             if grad is not None:
@@ -219,7 +244,7 @@ class Executable:
 
     def _exchange_gradients(self) -> None:
         if self.layout.processes > 1:
-            params = (self.weights[name] for name in self.layout.trained)
+            params = (self.weights[0][name] for name in self.layout.trained)
             add_up([param.grad for param in params if param.grad is not None])
 
     def _collect_anchors(
@@ -227,9 +252,11 @@ class Executable:
     ) -> None:
         if not anchored:
             return
-        updated: Dict[str, Any] = {}
+        updated: List[Dict[str, torch.Tensor]] = [{}]
         if self.optimizer is not None and self.anchors.needs_update:
-            updated = self.anchors.after_update(self.weights, self.optimizer)
+            different = self.weights if self.layout.grouped else self.weights[:1]
+            updated = [self.anchors.after_update(mine, self.optimizer) for mine in different]
         for replica, found in enumerate(read):
             for name, collector in anchored.items():
-                collector.add(found[name] if name in found else updated[name], step, replica)
+                value = found[name] if name in found else updated[replica % len(updated)][name]
+                collector.add(value, step, replica)

@@ -6,7 +6,7 @@ It compiles the wrapped module at its first call and executes it afterwards (Pop
 
 import copy
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 
@@ -17,11 +17,16 @@ from ipu_log_callback.emulator.compile_hooks import compiling
 from ipu_log_callback.emulator.console import logger
 from ipu_log_callback.emulator.device_tensor import is_device_tensor
 from ipu_log_callback.emulator.enums import ConnectionType, OutputMode, ReductionType
-from ipu_log_callback.emulator.errors import backend_error, python_error
+from ipu_log_callback.emulator.errors import NotEmulatedError, backend_error, python_error
 from ipu_log_callback.emulator.executable import Executable
 from ipu_log_callback.emulator.inspection import Inspection
 from ipu_log_callback.emulator.options import Options
 from ipu_log_callback.emulator.persistence import SavedModel
+from ipu_log_callback.emulator.replica_groups import (
+    GroupableParameter,
+    GroupedParameter,
+    grouped_parameters,
+)
 from ipu_log_callback.emulator.structures import rebuild
 
 __all__ = ["PoplarExecutor", "inferenceModel", "load", "trainingModel"]
@@ -55,6 +60,7 @@ class PoplarExecutor(Inspection):
         super().__init__()
         self._model = model
         self._user_model = user_model if user_model is not None else model
+        self.per_replica_params: Dict[str, Tuple[Any, int, Any]] = {}
         self._training = training
         self._options = settings.own_options(options, training)
         # The parser must see the signature before the model's class is replaced.
@@ -86,7 +92,10 @@ class PoplarExecutor(Inspection):
     def __getattr__(self, attr: str) -> Any:
         if attr == "_user_model":  # not yet set, for instance while being unpickled
             raise AttributeError(attr)
-        return getattr(self._user_model, attr)
+        value = getattr(self._user_model, attr)
+        if isinstance(value, torch.nn.Parameter):
+            return GroupableParameter(self.per_replica_params, attr, value)
+        return value
 
     def __repr__(self) -> str:
         return repr(self._user_model)
@@ -114,6 +123,7 @@ class PoplarExecutor(Inspection):
                 == ReductionType.Sum
             ),
             buffers_broadcast=self._options.broadcast_buffers,
+            grouped=self._grouped_parameters(),
             anchors=[
                 self._anchor_name(anchor) for anchor in self._options.anchored_tensors.values()
             ],
@@ -132,6 +142,19 @@ class PoplarExecutor(Inspection):
         if self._options.connection_type != ConnectionType.Never:
             self._is_attached = True
             self._on_device_attach()
+
+    def _grouped_parameters(self) -> Dict[str, GroupedParameter]:
+        replicas = self._options.replication_factor
+        grouped = grouped_parameters(self.per_replica_params, replicas)
+        if grouped and self._options.Jit.trace_model:
+            raise NotEmulatedError("replicaGrouping(...)", "PopTorch's trace mode has none")
+        if grouped and self._options.Distributed.numProcesses > 1:
+            raise NotEmulatedError(
+                "replicaGrouping(...)", "groups are of the replicas of one process only"
+            )
+        if grouped and self._optimizer is not None:
+            optim.check_grouped(self._optimizer)
+        return grouped
 
     def _check_updatable_buffers(self) -> None:
         unknown = set(self._options._Popart.options.get("updatableNamedBuffers", ()))

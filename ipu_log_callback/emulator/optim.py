@@ -379,3 +379,17 @@ def _update_moments(
     mean.lerp_(param.grad, 1 - betas[0])
     square.mul_(betas[1]).addcmul_(param.grad, param.grad, value=1 - betas[1])
     return mean, square, state["step"]
+
+
+def check_grouped(optimizer: Any) -> None:
+    """Check that the device can train grouped parameters with `optimizer`.
+
+    Raises:
+        NotEmulatedError: If it would mix the groups.
+    """
+    what = f"{type(optimizer).__name__} with replicaGrouping(...)"
+    if getattr(optimizer, "use_combined_accum", False):
+        # PopART 3.4 `sgd1decompose.cpp`
+        raise NotEmulatedError(what, "use_combined_accum=True adds up gradients over all groups")
+    if getattr(optimizer, "max_grad_norm", float("inf")) != float("inf"):
+        raise NotEmulatedError(what, "max_grad_norm clips each replica by a norm of its own")

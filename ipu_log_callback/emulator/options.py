@@ -214,11 +214,14 @@ class Options(OptionsDict):
     def inputReplicaGrouping(
         self, input_group_size: int, input_group_type: enums.CommGroupType
     ) -> "Options":
-        """Accept one replica per input group, the default.
+        """Let the replicas of a group share their inputs.
+
+        Args:
+            input_group_size: Replicas in a group; 1 by default.
+            input_group_type: How replicas are arranged in groups.
 
         Raises:
             ValueError: If the grouping does not fit the replication factor.
-            NotEmulatedError: If replicas would share inputs.
         """
         if input_group_type == enums.CommGroupType.NoGrouping:
             input_group_size = 1
@@ -232,11 +235,6 @@ class Options(OptionsDict):
         if self.replication_factor % input_group_size != 0:
             msg = "input_group_size must be a factor of replication_factor"
             raise ValueError(msg)
-        if input_group_size != 1:
-            raise NotEmulatedError(
-                f"Options.inputReplicaGrouping({input_group_size}, ...)",
-                "every replica gets inputs of its own",
-            )
         self.set(input_group_size=input_group_size, input_cgt=input_group_type)
         return self
 

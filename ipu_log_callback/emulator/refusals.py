@@ -11,6 +11,7 @@ import torch
 from ipu_log_callback.emulator.errors import Error, NotEmulatedError, backend_error
 
 __all__ = [
+    "described",
     "illegal_move",
     "item_read",
     "no_active_dispatch",
@@ -76,6 +77,12 @@ _SCALAR_TYPES = {
 _AUTOGRAD = {"backward", "grad", "register_hook", "register_post_accumulate_grad_hook"}
 
 
+def described(tensor: torch.Tensor) -> str:
+    """Return PopTorch's description of a host tensor."""
+    dtype = _SCALAR_TYPES.get(tensor.dtype, str(tensor.dtype))
+    return f"tensor(device={tensor.device}, shape={list(tensor.shape)}, dtype={dtype})"
+
+
 def item_read() -> Error:
     """A value of the device was wanted on the host in the middle of a step."""
     return backend_error(
@@ -103,12 +110,9 @@ def no_active_dispatch() -> Error:
 
 def not_on_device(tensor: torch.Tensor) -> Error:
     """A host tensor met a device tensor."""
-    dtype = _SCALAR_TYPES.get(tensor.dtype, str(tensor.dtype))
     return backend_error(
-        f"Expected an IPU tensor but got tensor(device={tensor.device}, "
-        f"shape={list(tensor.shape)}, dtype={dtype}"
-        ").\nConstant tensors should be moved explicitly "
-        'to the IPU, via cpu_tensor.to("ipu").',
+        f"Expected an IPU tensor but got {described(tensor)}.\n"
+        'Constant tensors should be moved explicitly to the IPU, via cpu_tensor.to("ipu").',
         source=_INFERENCE,
     )
 

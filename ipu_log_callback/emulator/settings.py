@@ -8,10 +8,11 @@ from ipu_log_callback.emulator.arguments import Arguments
 from ipu_log_callback.emulator.batching import Geometry, narrow_to_micro_batch
 from ipu_log_callback.emulator.console import logger
 from ipu_log_callback.emulator.enums import OutputMode
-from ipu_log_callback.emulator.errors import backend_error, python_error
+from ipu_log_callback.emulator.errors import NotEmulatedError, backend_error, python_error
 from ipu_log_callback.emulator.exchange import check_processes
 from ipu_log_callback.emulator.execution_strategies import PipelinedExecution, ShardedExecution
 from ipu_log_callback.emulator.options import Options
+from ipu_log_callback.emulator.replica_groups import ReplicaGroups
 
 __all__ = ["check_ipus", "first_micro_batch", "geometry", "own_options"]
 
@@ -85,13 +86,28 @@ def check_ipus(options: Options, training: bool) -> None:
 
 
 def geometry(options: Options) -> Geometry:
-    """Return what `options` say about the micro-batches of an execution."""
+    """Return what `options` say about the micro-batches of an execution.
+
+    Raises:
+        NotEmulatedError: If replicas share inputs and have several micro-batches each.
+    """
+    size, shared = options.input_group_size, None
+    if size > 1:
+        if options.device_iterations * options.Training.gradient_accumulation > 1:
+            raise NotEmulatedError(
+                f"Options.inputReplicaGrouping({size}, ...)",
+                "with several micro-batches for each replica (device iterations, gradient "
+                "accumulation) PopTorch 3.4 gives replicas of one group different ones "
+                "(CompilerImpl.cpp, StepIO::get)",
+            )
+        shared = ReplicaGroups.arranged(options.input_cgt, size, options.replication_factor)
     return Geometry(
         iterations=options.device_iterations,
         accumulation=options.Training.gradient_accumulation,
         replicas=options.replication_factor,
         mode=OutputMode(options.output_mode),
         period=options.output_return_period,
+        shared_inputs=shared,
     )
 
 

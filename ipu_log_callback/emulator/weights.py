@@ -16,7 +16,7 @@ from typing import Any, Dict, Iterator, List, Protocol
 
 import torch
 
-from ipu_log_callback.emulator.errors import NotEmulatedError, python_error
+from ipu_log_callback.emulator.errors import python_error
 
 __all__ = ["is_wrapped", "named_state", "state_restored", "unwrap", "unwrapped", "wrap"]
 
@@ -97,10 +97,6 @@ def _parameter_type(parent: Any) -> type:
         ) -> Any:
             # Its mere presence makes PyTorch read an attribute before it uses the tensor.
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # of torch
-
-        def replicaGrouping(self, *args: Any) -> None:
-            """Refused: all replicas have the same weights."""
-            raise NotEmulatedError("replicaGrouping(...)", "all replicas have the same weights")
 
     return _register(PoptorchParameter)
 

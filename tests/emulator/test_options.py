@@ -156,9 +156,6 @@ REFUSED: Dict[str, Callable[[Any, Any], object]] = {
     "halfFloatCasting": lambda poptorch, options: options.Precision.halfFloatCasting(
         poptorch.HalfFloatCastingBehavior.FloatDowncastToHalf
     ),
-    "inputReplicaGrouping": lambda poptorch, options: options.replicationFactor(
-        4
-    ).inputReplicaGrouping(2, poptorch.CommGroupType.Consecutive),
     "syntheticDataMode": lambda poptorch, options: options._Popart.set("syntheticDataMode", 2),
 }
 

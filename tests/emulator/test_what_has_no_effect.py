@@ -83,9 +83,6 @@ REFUSED = {
         p.HalfFloatCastingBehavior.FloatDowncastToHalf
     ),
     "synthetic data": lambda p, o: o.enableSyntheticData(True),
-    "shared inputs": lambda p, o: o.replicationFactor(2).inputReplicaGrouping(
-        2, p.CommGroupType.Consecutive
-    ),
 }
 
 
