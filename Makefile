@@ -62,11 +62,13 @@ bench: .venv/.test ## Measure what the callback costs against its peers: a table
 	@echo "== tests/benchmarks (some minutes)"
 	@.venv/bin/python -W ignore -m tests.benchmarks $(ARGS)
 
+# The doctor traces lines itself, and goes on with coverage's tracer beside it if that is in Python.
 .PHONY: coverage
 coverage: .venv/.test ## What the tests run of the package, by branch: .venv and each row that .matrix holds
 	@rm -f .coverage .coverage.*
 	@echo "== coverage: pytest with $(JOBS) processes"
-	@.venv/bin/python -m coverage run -m pytest -n $(JOBS) $(ARGS)
+	@.venv/bin/python -m coverage run -m pytest -n $(JOBS) --ignore=tests/doctor $(ARGS)
+	@COVERAGE_CORE=pytrace .venv/bin/python -m coverage run -m pytest -n $(JOBS) tests/doctor $(ARGS)
 	@for python in $(wildcard .matrix/py*/bin/python); do \
 	  echo "== coverage: $$python"; $$python -m coverage run -m pytest $(ARGS); done
 	@.venv/bin/python -m coverage combine -q

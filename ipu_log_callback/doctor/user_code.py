@@ -95,7 +95,9 @@ class UserCode:
         """Whether a frame runs the user's code."""
         return self.owns(frame.f_code, frame.f_globals.get("__name__", ""))
 
-    def caller_of(self, frame: FrameType) -> Optional[FrameType]:
+    def caller_of(  # pragma: no cover - called in a trace function, where nothing is traced
+        self, frame: FrameType
+    ) -> Optional[FrameType]:
         """The innermost frame of the user's below which a frame runs, within the same step."""
         caller = frame.f_back
         while caller is not None and not self.owns_frame(caller):

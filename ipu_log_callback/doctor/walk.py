@@ -9,7 +9,7 @@ import collections
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 
 import torch
@@ -87,6 +87,7 @@ class Walk:
         self._globals: Dict[str, Dict[str, Any]] = {}
         self._ignored = set(vars(_compat.lightning_class_of(module)())) | _LIGHTNINGS_OWN
         self._owners = list(self._state_owners())
+        self._others: Optional[Callable[..., Any]] = None
 
     def holder_of(self, tensor: Any) -> str:
         """The attribute that holds a tensor, as a user would write it, or `""`."""
@@ -101,6 +102,9 @@ class Walk:
         """Watch what runs in the block."""
         self._state = self._look()
         before = sys.gettrace()
+        # A debugger, or coverage's tracer in Python, goes on in the code that is not the user's.
+        # One in C would take this one's place as soon as it is called.
+        self._others = before if isinstance(before, (FunctionType, MethodType)) else None
         sys.settrace(self._on_call)
         try:
             yield
@@ -109,10 +113,13 @@ class Walk:
             self._compare()
 
     # -- lines ------------------------------------------------------------------------------
+    # no cover: Python traces nothing that runs in a trace function
 
-    def _on_call(self, frame: FrameType, *_: Any) -> Optional[Callable[..., Any]]:
+    def _on_call(  # pragma: no cover
+        self, frame: FrameType, event: str, arg: Any
+    ) -> Optional[Callable[..., Any]]:
         if not self._user_code.owns_frame(frame):
-            return None
+            return None if self._others is None else self._others(frame, event, arg)
         code = frame.f_code
         if code not in self.functions:
             self.functions[code] = RunFunction(code, frame.f_globals, _owner_of(frame))
@@ -122,7 +129,9 @@ class Walk:
                 self._state.update(self._globals_of(name))
         return self._on_line
 
-    def _on_line(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
+    def _on_line(  # pragma: no cover
+        self, frame: FrameType, event: str, _: Any
+    ) -> Callable[..., Any]:
         self._compare()
         if event == "line":
             self._line = CallSite(frame.f_code.co_filename, frame.f_lineno)
@@ -165,7 +174,7 @@ class Walk:
             state.update(self._globals_of(name))
         return state
 
-    def _globals_of(self, module_name: str) -> Dict[Tuple[str, str], Any]:
+    def _globals_of(self, module_name: str) -> Dict[Tuple[str, str], Any]:  # pragma: no cover
         return {
             ("", name): _outline(value)
             for name, value in self._globals[module_name].items()
@@ -180,7 +189,7 @@ class Walk:
                 self._note(key, old, value)
         self._state = now
 
-    def _note(self, key: Tuple[str, str], old: Any, new: Any) -> None:
+    def _note(self, key: Tuple[str, str], old: Any, new: Any) -> None:  # pragma: no cover
         prefix, name = key
         if name.startswith("buffer:"):
             name = name[len("buffer:") :]
@@ -198,7 +207,7 @@ class Walk:
         self.changes.append(Change(self._line, what, name, "set", shown, new))
 
 
-def _owner_of(frame: FrameType) -> Any:
+def _owner_of(frame: FrameType) -> Any:  # pragma: no cover - called in a trace function
     """What a method is called on, or `None` for a function."""
     code = frame.f_code
     first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

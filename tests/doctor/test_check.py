@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -323,3 +324,68 @@ def test_parts_of_torch_that_look_at_values_are_named(batch):
     assert found.kind == "host-tensor"
     assert found.received.startswith("in torch.distributions.normal, line ")
     assert found.fix == "make the distribution in the step, from tensors on the device"
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda *optimizers: optimizers,
+        lambda *optimizers: [{"optimizer": optimizer} for optimizer in optimizers],
+        lambda *optimizers: (list(optimizers), []),
+    ],
+    ids=["tuple", "dicts", "with schedulers"],
+)
+def test_more_than_one_optimizer_is_found_in_whatever_it_comes(wrapped, batch):
+    """PopTorch has one optimizer: the doctor counts them as Lightning does."""
+
+    class TwoOptimizers(Trained):
+        def training_step(self, batch, batch_idx):
+            return self.step(batch)[2]
+
+        def configure_optimizers(self):
+            made = [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+            return wrapped(*made)
+
+    (found,) = doctor.check(TwoOptimizers(), batch).findings
+    assert (found.kind, found.fails) == ("trainer-setting", True)
+    assert "2 optimizers" in found.headline
+
+
+def test_an_optimizer_that_calls_the_step_again_is_found(batch):
+    """A compiled step includes its update: LBFGS cannot call it for another look."""
+
+    class Again(Trained):
+        def training_step(self, batch, batch_idx):
+            return self.step(batch)[2]
+
+        def configure_optimizers(self):
+            return {"optimizer": torch.optim.LBFGS(self.parameters())}
+
+    (found,) = doctor.check(Again(), batch).findings
+    assert "LBFGS" in found.headline
+    assert "poptorch.optim" in str(found)
+
+
+def test_texts_about_a_diagnosis(batch):
+    """In a prompt a diagnosis is its summary."""
+    diagnosis = doctor.check(ReadsItem(), batch)
+    assert repr(diagnosis) == f"<Diagnosis of {diagnosis.summary}>"
+
+
+def test_a_batch_arrives_as_lightning_gives_it():
+    """Lists become tuples, numbers tensors of one element; other types keep theirs."""
+
+    class Pair(NamedTuple):
+        x: torch.Tensor
+        scale: float
+
+    class Takes(Trained):
+        def training_step(self, batch, batch_idx):
+            assert isinstance(batch["pairs"], tuple)
+            pair = batch["pairs"][0]
+            assert isinstance(pair, Pair)
+            assert pair.scale.shape == (1,)
+            return torch.nn.functional.cross_entropy(self(pair.x * pair.scale), batch["y"])
+
+    batch = {"pairs": [Pair(torch.randn(4, 8), 2.0)], "y": torch.tensor([0, 1, 2, 1])}
+    assert str(doctor.check(Takes(), batch)).startswith("Takes: nothing found")

@@ -121,3 +121,94 @@ def test_usage(doctor, args, code):
     assert given == code
     assert ("usage: python -m ipu_log_callback.doctor" in out) == (code == 0)
     assert bool(err.strip()) == (code == 2)
+
+
+#: What a script is made of before it trains; `{step}` takes a batch apart.
+NET = """
+import torch
+import {pl} as pl
+
+ROWS = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.randint(2, (12,)))
+
+
+def loader():
+    return torch.utils.data.DataLoader(ROWS, batch_size=2)
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        x, y = {batch}
+        assert x.shape == (2, 4)
+        return torch.nn.functional.cross_entropy(self.layer(x), y)
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(pl.LightningDataModule):
+    def setup(self, stage=None):
+        self.loader = loader
+
+    def train_dataloader(self):
+        return self.loader()
+
+
+trainer = pl.Trainer(max_epochs=1, logger=False, enable_checkpointing=False)
+"""
+OWN_LOADER = """
+class Own(Net):
+    def prepare_data(self):
+        self.prepared = True
+
+    def train_dataloader(self):
+        assert self.prepared
+        return loader()
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return {"pair": batch}
+
+trainer.fit(Own())
+"""
+COMBINED_LOADER = """
+try:
+    from {pl}.utilities.combined_loader import CombinedLoader
+except ImportError:  # Lightning 1
+    from {pl}.trainer.supporters import CombinedLoader
+trainer.fit(Net(), CombinedLoader([loader(), loader()]))
+"""
+POPTORCH_LOADER = """
+import poptorch
+options = poptorch.Options().deviceIterations(3)
+trainer.fit(Net(), poptorch.DataLoader(options, ROWS, batch_size=2))
+"""
+CALLS = {
+    "a loader": ("batch", "trainer.fit(Net(), loader())"),
+    "several loaders by name": ("batch['b']", "trainer.fit(Net(), {'a': loader(), 'b': loader()})"),
+    "several loaders in a list": ("batch[1]", "trainer.fit(Net(), [loader(), loader()])"),
+    "a combined loader": ("batch[1]", COMBINED_LOADER),
+    "a loader of PopTorch's": ("batch", POPTORCH_LOADER),
+    "a data module in the loader's place": ("batch", "trainer.fit(Net(), Data())"),
+    "a data module": ("batch", "trainer.fit(Net(), datamodule=Data())"),
+    "the module's own loader and transfer": ("batch['pair']", OWN_LOADER),
+    "validation loaders by name": ("batch", "trainer.validate(Net(), {'a': loader()})"),
+    "validation loaders": ("batch", "trainer.fit(Net(), loader(), [loader(), loader()])"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_steps_get_a_batch_as_the_trainer_would_give_it(doctor, call, tmp_path):
+    """Whatever the loaders come in, the step runs with one micro-batch of them."""
+    taken, source = CALLS[call]
+    name = "lightning.pytorch" if NAMESPACE else "pytorch_lightning"
+    script = tmp_path / "train.py"
+    script.write_text((NET.replace("{batch}", taken) + source).replace("{pl}", name))
+    code, out, _ = doctor(script)
+    assert "nothing found" in out
+    assert code == 0
