@@ -127,13 +127,7 @@ class ArgumentsParser:
             msg = "Expected a torch.nn.Module or a callable"
             raise TypeError(msg)
         function = model.forward if isinstance(model, torch.nn.Module) else model
-        try:
-            self._parameters = list(inspect.signature(function).parameters.values())
-        except ValueError:  # built-in functions have no signature
-            kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-            self._parameters = [
-                inspect.Parameter(name, kind) for name, kind in zip(("args", "kwargs"), kinds)
-            ]
+        self._parameters = list(inspect.signature(function).parameters.values())
         self._is_variadic = any(
             p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in self._parameters
         )

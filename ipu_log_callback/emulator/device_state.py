@@ -91,10 +91,7 @@ class DeviceState:
             executable.upload(weights.named_state(self._model))
 
     def copyNamedBuffersToDevice(self) -> None:
-        """Copy the buffers that the option ``updatableNamedBuffers`` names from the module to.
-
-        The device.
-        """
+        """Copy the buffers that the option ``updatableNamedBuffers`` names to the device."""
         executable = self._compiled()
         if "updatableNamedBuffers" not in self._options._Popart.options:
             raise python_error(

@@ -109,6 +109,8 @@ class Phase:
 class ExecutionStrategy:
     """What all strategies have in common: a map from block ids to stages."""
 
+    _execution_mode = 0
+
     def __init__(self, stages: Sequence[Stage]) -> None:
         """Map each block of `stages` to its stage."""
         self._block_map: Dict[str, Stage] = {}
@@ -175,7 +177,7 @@ class ExecutionStrategy:
 
     def backendOptions(self) -> Dict[str, Any]:
         """What `Options.toDict` says about the strategy."""
-        return {}
+        return {"execution_mode": self._execution_mode}
 
 
 class PipelinedExecution(ExecutionStrategy):
@@ -198,21 +200,17 @@ class PipelinedExecution(ExecutionStrategy):
                 f"{user_id}"
             )
 
-    def backendOptions(self) -> Dict[str, Any]:
-        """What `Options.toDict` says about the strategy."""
-        return {"execution_mode": 0}
-
 
 class ShardedExecution(PipelinedExecution):
     """Stages run one at a time."""
 
-    def backendOptions(self) -> Dict[str, Any]:
-        """What `Options.toDict` says about the strategy."""
-        return {"execution_mode": 1}
+    _execution_mode = 1
 
 
 class _PhasedExecution(ExecutionStrategy):
     """Common part of the two phased strategies."""
+
+    _execution_mode = 2
 
     def __init__(self, *phases: Any) -> None:
         """Take phases, or lists of stages, or lists of block ids."""
@@ -240,7 +238,7 @@ class _PhasedExecution(ExecutionStrategy):
     def backendOptions(self) -> Dict[str, Any]:
         """What `Options.toDict` says about the strategy."""
         return {
-            "execution_mode": 2,
+            **super().backendOptions(),
             "separate_backward_phase": self._separate_backward_phase,
             "tensors_liveness": self._tensors_liveness.value,
         }

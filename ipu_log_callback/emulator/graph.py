@@ -5,7 +5,7 @@ to one of them writes to all, so liveness and data flow are tracked by group.
 """
 
 import dataclasses
-from typing import Any, Callable, Dict, FrozenSet, Hashable, Iterator, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, FrozenSet, Hashable, Iterator, List, Set, Tuple
 
 import torch
 
@@ -132,9 +132,3 @@ class Graph:
                     return True
                 tainted |= {self.groups[slot] for slot, _ in node.outputs} | node.mutates
         return False
-
-    def state_of(self, slot: int) -> Optional[str]:
-        """Return the name of the parameter or buffer whose memory `slot` shares, if any."""
-        group = self.groups[slot]
-        names = (name for name, state in self.states.items() if self.groups[state] == group)
-        return next(names, None)

@@ -68,7 +68,7 @@ def read(filename: str) -> SavedModel:
     """
     try:
         saved = pickle.loads(Path(filename).read_bytes())  # noqa: S301  # the user's own file
-    except pickle.UnpicklingError as err:
+    except (pickle.UnpicklingError, EOFError, ValueError) as err:
         msg = f"Invalid file {filename}: not a compiled model"
         raise AssertionError(msg) from err
     assert isinstance(saved, SavedModel), f"Invalid file {filename}: not a compiled model"

@@ -50,6 +50,46 @@ MISTAKES = {
 }
 
 
+class Open(torch.nn.Module):
+    def forward(self, *parts, **named):
+        return sum(parts) + sum(named["d"].values())
+
+
+OPEN_MISTAKES = {
+    "count": (
+        lambda m: m(ONE, ONE, ONE, d={"a": ONE, "b": ONE}),
+        "Number of positional arguments mismatch: expected 2 arguments but got 3",
+    ),
+    "missing name": (
+        lambda m: m(ONE, ONE),
+        "Keys mismatch for named arguments: Missing arguments: d",
+    ),
+    "further name": (
+        lambda m: m(ONE, ONE, d={"a": ONE, "b": ONE}, e=ONE),
+        "Keys mismatch for named arguments: Unexpected arguments: e",
+    ),
+    "keys": (
+        lambda m: m(ONE, ONE, d={"a": ONE, "c": ONE}),
+        "Keys mismatch for d: Unexpected arguments: c. Missing arguments: b",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPEN_MISTAKES)
+def test_later_calls_have_the_same_arguments(poptorch, name):
+    """How many there are, and the keys of dicts, are fixed until ``destroy``.
+
+    PopTorch 3.4 `validateInputs`.
+    """
+    mistake, text = OPEN_MISTAKES[name]
+    model = poptorch.inferenceModel(Open())
+    assert torch.equal(model(ONE, ONE, d={"a": ONE, "b": ONE}), ONE * 4)
+    with pytest.raises(poptorch.Error, match=text):
+        mistake(model)
+    with pytest.raises(poptorch.Error, match="call destroy\\(\\)"):
+        mistake(model)
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_later_calls_must_be_alike(poptorch, name):
     """Shapes, types, lengths and compiled-in values are fixed until ``destroy``.
@@ -89,6 +129,8 @@ def test_wrong_calls(poptorch):
             model(*args, **kwargs)
     with pytest.raises(poptorch.Error, match="Mandatory parameter pair missing"):
         model()
+    with pytest.raises(TypeError, match=r"Expected a torch\.nn\.Module or a callable"):
+        poptorch.inferenceModel(3)
 
 
 def test_custom_types_need_a_parser(poptorch):
@@ -142,10 +184,13 @@ def test_an_input_written_to_comes_back(poptorch):
     assert torch.equal(x, ONE)
 
 
-def test_non_contiguous_inputs(poptorch):
+def test_non_contiguous_inputs(poptorch, caplog):
     """They are converted, with one warning.
 
     PopTorch 3.4 `_args_parser.py`.
     """
     x = torch.arange(4.0).reshape(2, 2).T
-    assert torch.equal(poptorch.inferenceModel(Sum())(x), x)
+    model = poptorch.inferenceModel(Sum())
+    assert torch.equal(model(x), x)
+    assert torch.equal(model(x * 2), x * 2)
+    assert caplog.text.count("non-contiguous tensors will be converted") == 1

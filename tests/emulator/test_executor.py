@@ -100,6 +100,121 @@ def test_optimizer_state_travels(poptorch):
     torch.testing.assert_close(one.linear.weight.data, two.linear.weight.data)
 
 
+def test_another_optimizer_of_poptorch(poptorch):
+    """A fresh one brings its numbers and keeps the device's moments; one with moments brings them.
+
+    PopTorch 3.4 `setOptimizer`, `optim.py`.
+    """
+    model, steady = (training(poptorch, optimizer=poptorch.optim.Adam) for _ in range(2))
+    plain = copy.deepcopy(Net())
+    plain.load_state_dict(model.model.state_dict())
+    adam = torch.optim.Adam(plain.parameters(), lr=0.1)
+    first = model._optimizer
+    for rate in (0.1, 0.5):
+        adam.param_groups[0]["lr"] = rate
+        model.setOptimizer(
+            first if rate == 0.1 else poptorch.optim.Adam(model.model.parameters(), lr=rate)
+        )
+        adam.zero_grad()
+        plain(X, Y)[1].backward()
+        adam.step()
+        model(X, Y)
+    torch.testing.assert_close(model.linear.weight.data, plain.linear.weight.data)
+    state = first.state_dict()
+    assert state["ipu_state"]["Step___linear.weight"] == 1
+
+    steady(X, Y), steady(X, Y)
+    back = poptorch.optim.Adam(steady.model.parameters(), lr=0.1)
+    back.load_state_dict(state)
+    steady.setOptimizer(back)
+    assert back.state_dict()["ipu_state"]["Step___linear.weight"] == 1
+    torch.testing.assert_close(
+        back.state_dict()["ipu_state"]["Accl1___linear.weight"],
+        state["ipu_state"]["Accl1___linear.weight"],
+    )
+
+
+def test_models_of_models(poptorch):
+    """A wrapper may be wrapped; it looks like its module, and a copy of it computes the same.
+
+    PopTorch 3.4 `__init__.py`, `_poplar_executor.py`.
+    """
+    inference = poptorch.inferenceModel(Net())
+    assert repr(inference) == repr(inference.model)
+    expected = inference(X, Y)[1]
+    assert torch.equal(copy.copy(inference)(X, Y)[1], expected)
+    trained = poptorch.trainingModel(inference)
+    assert trained.model is inference.model
+    torch.testing.assert_close(trained(X, Y)[1], expected)
+    assert poptorch.inferenceModel(trained)(X, Y)[1] < expected
+
+
+def test_compiling_twice(poptorch, caplog):
+    """The second time says so and does nothing.
+
+    PopTorch 3.4 `compile`.
+    """
+    model = poptorch.inferenceModel(Net())
+    model.compile(X, Y)
+    assert "already compiled" not in caplog.text
+    model.compile(X, Y)
+    assert "Call to compile() ignored: the executable is already compiled" in caplog.text
+    assert model.counters.compiles == 1
+
+
+def _compiled(poptorch):
+    model = poptorch.inferenceModel(Net())
+    model.compile(X, Y)
+    return model
+
+
+def _destroyed_twice(poptorch):
+    model = training(poptorch)
+    for _ in range(2):
+        model(X, Y)
+        model.destroy()
+
+
+WRONG = {
+    "options": (
+        lambda p: p.inferenceModel(Net(), {}),
+        r"'options' is of type <class 'dict'> \(Expected poptorch.Options\)",
+    ),
+    "optimizer": (
+        lambda p: p.PoplarExecutor(
+            Net(), p.Options(), False, optimizer=torch.optim.SGD(Net().parameters(), lr=0.1)
+        ),
+        "Optimizer should be None for inference",
+    ),
+    "buffers": (
+        lambda p: p.inferenceModel(Net(), p.Options().updatableNamedBuffers(["no"])).compile(X, Y),
+        "Updatable named buffers not found in the model: no",
+    ),
+    "no option": (
+        lambda p: _compiled(p).copyNamedBuffersToDevice(),
+        "No named buffers marked as updatable via updatableNamedBuffers option",
+    ),
+    "destroyed twice": (_destroyed_twice, "model was never wrapped"),
+    "many IPUs": (
+        lambda p: p.inferenceModel(Net(), p.Options().replicationFactor(65)).compile(
+            X.repeat(65, 1), Y.repeat(65)
+        ),
+        r"Too many IPUs requested \(65\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_poptorch_refuses(poptorch, name):
+    """With the words that PopTorch has for it.
+
+    PopTorch 3.4 `_poplar_executor.py`, `CompilerImpl.cpp`.
+    """
+    act, text = WRONG[name]
+    with pytest.raises((poptorch.Error, AssertionError), match=text):
+        act(poptorch)
+
+
 def test_anchors(poptorch):
     """Named tensors of the graph can be asked for after an execution.
 
@@ -258,6 +373,38 @@ def test_saving_and_loading(poptorch, tmp_path):
     other = poptorch.inferenceModel(Net())
     other.loadExecutable(file)
     assert other.isCompiled()
+
+
+def test_an_inference_model_in_a_file(poptorch, tmp_path, caplog):
+    """It comes back without an optimizer, with edited options, and attached.
+
+    PopTorch 3.4 `precompilation_test.py`, `_poplar_executor.py`, `save`.
+    """
+    offline = poptorch.Options().deviceIterations(2)
+    offline.connectionType(poptorch.ConnectionType.Never)
+    model = poptorch.inferenceModel(Net(), offline)
+    model.compile(X, Y)
+    model.save(str(tmp_path), save_rng_state=False)
+    file = tmp_path / "model.poptorch"
+    assert f"is a directory, saving model to {file}" in caplog.text
+    restored = poptorch.load(str(file), lambda o: o.outputMode(poptorch.OutputMode.Final))
+    assert restored.isAttachedToDevice()
+    with torch.no_grad():
+        torch.testing.assert_close(restored(X, Y)[0], model.model(X, Y)[0][2:])
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00", b"IPU", b"N."])
+def test_files_that_hold_no_model(poptorch, tmp_path, content):
+    """Both ways of reading name the file.
+
+    PopTorch 3.4 `_poplar_executor.py`, `loadExecutable`; `__init__.py`, `load`.
+    """
+    file = tmp_path / "other"
+    file.write_bytes(content)
+    with pytest.raises(AssertionError, match=r"Invalid file .*other"):
+        poptorch.load(str(file))
+    with pytest.raises(poptorch.Error, match=r"Invalid file .*other"):
+        poptorch.inferenceModel(Net()).loadExecutable(str(file))
 
 
 def test_timings_are_empty(poptorch):

@@ -1,4 +1,5 @@
 import copy
+import gc
 import io
 import pickle
 
@@ -253,6 +254,119 @@ def test_loading_a_state_reaches_the_device(poptorch):
     assert executor(X).item() == 1.0
 
 
+def test_a_state_loaded_before_compiling(poptorch):
+    """It is what the device starts from.
+
+    PopTorch 3.4 `load_state_dict`.
+    """
+    executor = poptorch.inferenceModel(Net())
+    executor.load_state_dict(
+        {name: torch.zeros_like(value) for name, value in Net().state_dict().items()}
+    )
+    assert executor.counters.implicit_copies_to_device == 0
+    assert executor(X).item() == 1.0
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_buffers_sent_by_name(poptorch, training):
+    """The buffers that the options name go to the device; weights and other buffers do not.
+
+    PopTorch 3.4 `copyNamedBuffersToDevice`.
+    """
+
+    class Shifted(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("shift", torch.zeros(1))
+
+        def forward(self, x):
+            return self.shift * 1, super().forward(x), self.linear.weight.sum()
+
+    model, options = Shifted(), poptorch.Options().updatableNamedBuffers(["shift"])
+    if training:
+        still_sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        executor = poptorch.trainingModel(model, options, still_sgd)
+    else:
+        executor = poptorch.inferenceModel(model, options)
+    _, _, total = executor(X)
+    with torch.no_grad():
+        model.linear.weight.zero_()
+        model.shift.fill_(5)
+        model.seen.fill_(100)
+    executor.copyNamedBuffersToDevice()
+    shift, _, still = executor(X)
+    assert shift.item() == 5
+    torch.testing.assert_close(still, total)
+    executor.copyWeightsToHost()
+    assert model.seen.item() == 24
+
+
+def test_a_model_outlives_its_executor(poptorch):
+    """Once the executor is gone, a module that it wrapped is used like any other.
+
+    PopTorch 3.4 `_poplar_executor.py`: the wrappers hold the executor weakly.
+    """
+    model, executor = trained(poptorch)
+    expected = copy.deepcopy(model.state_dict())
+    del executor
+    gc.collect()
+    plain = Net()
+    plain.load_state_dict(expected)
+    assert not model.copyWeightsToHostIfNeeded()
+    assert torch.equal(model.linear.weight.detach(), plain.linear.weight)
+    assert model.seen.item() == 12
+    torch.testing.assert_close(model(X), plain(X), check_dtype=False)
+    model.destroy()
+
+
+def test_a_module_can_destroy_its_executor(poptorch):
+    """``destroy`` is the wrapped module's method, too.
+
+    PopTorch 3.4 `_poplar_executor.py`.
+    """
+    model, executor = trained(poptorch)
+    model.destroy()
+    assert type(model) is Net
+    assert not executor.isCompiled()
+
+
+def test_buffers_of_other_types(poptorch):
+    """A parameter that is registered as a buffer cannot be trained with.
+
+    PopTorch 3.4 `_poplar_executor.py`.
+    """
+    model = Net()
+    model.register_buffer("other", torch.nn.Parameter(torch.zeros(1)))
+    with pytest.raises(poptorch.Error, match=r"All buffers must be an instance of torch\.Tensor"):
+        poptorch.trainingModel(model)
+
+
+def test_integer_parameters_are_constants(poptorch):
+    """They stay as they are; the rest is trained.
+
+    PopTorch 3.4 `JitDispatch.cpp`, `addParameter`.
+    """
+
+    class Indexed(Net):
+        def __init__(self):
+            super().__init__()
+            self.order = torch.nn.Parameter(torch.tensor([1, 0]), requires_grad=False)
+
+        def forward(self, x):
+            return F.mse_loss(self.linear(x)[:, self.order], torch.tensor([[0.0, 5.0]] * len(x)))
+
+    model = Indexed()
+    plain = copy.deepcopy(model)
+    executor = poptorch.trainingModel(
+        model, optimizer=torch.optim.SGD(model.linear.parameters(), lr=0.1)
+    )
+    executor(X)
+    plain(X).backward()
+    torch.optim.SGD(plain.linear.parameters(), lr=0.1).step()
+    torch.testing.assert_close(model.linear.weight.data, plain.linear.weight.data)
+    assert model.order.tolist() == [1, 0]
+
+
 def test_tied_weights_stay_tied(poptorch):
     """A parameter used under two names is one parameter on the device.
 
@@ -277,3 +391,5 @@ def test_tied_weights_stay_tied(poptorch):
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     torch.testing.assert_close(model.a.weight.data, plain.a.weight.data)
     assert model.a.weight is model.b.weight
+    state = model.state_dict(keep_vars=True)
+    assert state["a.weight"] is state["b.weight"]

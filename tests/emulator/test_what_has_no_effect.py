@@ -133,6 +133,74 @@ def test_a_strategy_is_asked_for_its_phases_and_stages(poptorch):
     parallel = poptorch.ParallelPhasedExecution(["A"], ["B"]).sendTensorsOffChipAfterFwd()
     assert parallel.backendOptions()["serial_phases_execution"] is False
     assert poptorch.ShardedExecution().backendOptions() == {"execution_mode": 1}
+    assert poptorch.PipelinedExecution().backendOptions() == {"execution_mode": 0}
+    poptorch.Block.useAutoId()
+
+
+class Blocks(torch.nn.Module):
+    """A model of two blocks with these ids and IPUs."""
+
+    def __init__(self, poptorch: Any, *blocks: Any) -> None:
+        super().__init__()
+        self.poptorch, self.blocks = poptorch, blocks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            with self.poptorch.Block(*block):
+                x = x * 2
+        return x
+
+
+def pipeline(poptorch: Any, *stages: Any) -> Any:
+    """Options of a pipeline for two micro-batches."""
+    strategy = poptorch.PipelinedExecution(*stages)
+    return poptorch.Options().deviceIterations(2).setExecutionStrategy(strategy)
+
+
+PIPELINES = {
+    "IPUs of the blocks": lambda p: (p.Options().deviceIterations(2), ("a", 0), ("b", 1)),
+    "stages by id": lambda p: (pipeline(p, "a", "b"), ("a",), ("b",)),
+    "stages of several blocks": lambda p: (pipeline(p, ("a", "c"), ["b"]), ("a",), ("b",)),
+    "stages with IPUs": lambda p: (
+        pipeline(p, p.Stage("a").ipu(0), p.Stage("b").ipu(1)), ("a",), ("b",)
+    ),
+    "a stage for each block": lambda p: (pipeline(p, p.AutoStage.AutoIncrement), (), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_pipeline_needs_a_micro_batch_for_each_stage(poptorch, name):
+    """Two stages run on two micro-batches, and are refused one.
+
+    PopTorch 3.4 `Compiler.cpp`.
+    """
+    options, *blocks = PIPELINES[name](poptorch)
+    short = options.clone().deviceIterations(1)
+    assert torch.equal(poptorch.inferenceModel(Blocks(poptorch, *blocks), options)(X), X * 4)
+    with pytest.raises(poptorch.Error, match=r"equal to the number of pipeline stages \(2\)"):
+        poptorch.inferenceModel(Blocks(poptorch, *blocks), short)(X)
+
+
+def test_pipelines_that_cannot_be(poptorch):
+    """Too many IPUs, blocks without one, and accumulation in inference.
+
+    PopTorch 3.4 `CompilerImpl.cpp`, `options.py`, `_poplar_executor.py`.
+    """
+    far = pipeline(poptorch, poptorch.Stage("a"), poptorch.Stage("b").ipu(64))
+    with pytest.raises(poptorch.Error, match=r"Too many IPUs requested \(65\)"):
+        poptorch.inferenceModel(Blocks(poptorch, ("a",), ("b",)), far)(X)
+    same = pipeline(poptorch, poptorch.AutoStage.SameAsIpu)
+    with pytest.raises(AssertionError, match="no IPU was specified for block 0"):
+        poptorch.inferenceModel(Blocks(poptorch, ()), same)(X)
+    for strategy, advises_iterations in (
+        (poptorch.PipelinedExecution(), True),
+        (poptorch.ShardedExecution(), False),
+    ):
+        options = poptorch.Options().setExecutionStrategy(strategy)
+        options.Training.gradientAccumulation(2)
+        with pytest.raises(poptorch.Error, match="gradientAccumulation to 1") as error:
+            poptorch.inferenceModel(Blocks(poptorch), options)
+        assert ("deviceIterations" in str(error.value)) is advises_iterations
 
 
 def test_phases_that_cannot_be_are_refused(poptorch):
