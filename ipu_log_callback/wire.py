@@ -13,6 +13,7 @@ Two forms, for PopTorch's two ways of seeing a step:
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
@@ -44,7 +45,7 @@ class Wire:
     own_bytes: int = 0
     flat: Optional[Tuple[Any]] = None
 
-    @property
+    @cached_property
     def carries_anchored(self) -> bool:
         """Whether anything joined the step's own outputs."""
         return bool(self.floats or self.integers or self.whole)
