@@ -12,7 +12,7 @@ __all__ = ["HALVES_HAVE_GRADIENTS", "Widened", "tensors_in", "unchanged_test"]
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
-    """Yield the tensors among a call's arguments, through tuples, lists, dicts and slices."""
+    """Yield the tensors among a call's arguments, through tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -21,8 +21,6 @@ def tensors_in(value: Any) -> Iterator[Any]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
-    elif isinstance(value, slice):
-        yield from tensors_in((value.start, value.stop, value.step))
 
 
 def unchanged_test(name: str, tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:

@@ -8,7 +8,7 @@ back.
 import dataclasses
 import warnings
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Tuple
 
 import torch
 
@@ -106,7 +106,6 @@ def _run_step(request: Request, recorder: Recorder) -> Any:
         with request.surroundings():
             inputs = (request.arguments.args, request.arguments.kwargs)
             tensors = flatten(inputs)
-            _check_inputs(tensors)
             args, kwargs = rebuild(inputs, [recorder.add_input(tensor) for tensor in tensors])
             result = model(*args, **kwargs)
         _check_places(places, _places(model))
@@ -148,18 +147,6 @@ def _show_one_group(
             if id(tensor) in shown:
                 setattr(module, name, shown[id(tensor)])
     return {name: shown[id(param)] for name, param in whole.items()}
-
-
-def _check_inputs(tensors: Iterable[torch.Tensor]) -> None:
-    for index, tensor in enumerate(tensors):
-        if tensor.requires_grad:
-            raise python_error(
-                "An input tensor to an IPU model can not have requires_grad set to True, however "
-                "input "
-                f"{index} does: {tensor}\nYou can set requires_grad=True from within the model "
-                "as an "
-                "alternative, and return gradients as outputs to your model, if required."
-            )
 
 
 def _places(model: torch.nn.Module) -> Dict[Tuple[str, str], Any]:

@@ -83,8 +83,6 @@ class _CurrentStderr(logging.StreamHandler):  # type: ignore[type-arg]  # generi
 
 
 def _attach_console() -> None:
-    if any(isinstance(handler, _CurrentStderr) for handler in logger.handlers):
-        return
     handler = _CurrentStderr()
     on_terminal = bool(sys.stdout and sys.stdout.isatty() and sys.stderr and sys.stderr.isatty())
     handler.setFormatter(_LineFormatter(coloured=on_terminal))

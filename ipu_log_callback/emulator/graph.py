@@ -31,8 +31,6 @@ def refs_in(template: Any) -> Iterator[int]:
     elif isinstance(template, dict):
         for item in template.values():
             yield from refs_in(item)
-    elif isinstance(template, slice):
-        yield from refs_in((template.start, template.stop, template.step))
 
 
 @dataclasses.dataclass

@@ -49,9 +49,6 @@ class Inspection(DeviceState):
         assert short_name in self._anchor_memory, f"No tensor with name {short_name} found."
         return self._anchor_memory[short_name]
 
-    def _debugGetPopartIR(self) -> str:
-        return self._compiled().program.source
-
     def getPerfCounters(self) -> Dict[str, List[List[float]]]:
         """PopTorch's structure of time stamps, without any: the emulator measures no time."""
         return {name: [[]] for name in ("input", "input_complete", "output", "output_complete")}

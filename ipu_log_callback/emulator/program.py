@@ -63,9 +63,6 @@ class _Writer:
         if type(template) is slice:
             parts = (template.start, template.stop, template.step)
             return f"slice({', '.join(map(self.expression, parts))})"
-        if type(template) is dict:
-            pairs = (f"{key!r}: {self.expression(value)}" for key, value in template.items())
-            return f"{{{', '.join(pairs)}}}"
         return self.bind(template, "c")
 
     def call(self, node: Node) -> str:

@@ -382,10 +382,6 @@ class Recorder:
             return device_dtype(value)
         if isinstance(value, str):
             return "cpu" if _is_ipu(value) else value
-        if isinstance(value, slice):
-            return slice(
-                *(self._lower(name, part) for part in (value.start, value.stop, value.step))
-            )
         if isinstance(value, torch.Size):
             return tuple(value)
         if type(value) in (list, tuple):
@@ -402,10 +398,6 @@ class Recorder:
             return type(template)(self._fill(item) for item in template)
         if type(template) is dict:
             return {key: self._fill(item) for key, item in template.items()}
-        if type(template) is slice:
-            return slice(
-                *(self._fill(part) for part in (template.start, template.stop, template.step))
-            )
         return template
 
     def _wrap(

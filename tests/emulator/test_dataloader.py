@@ -228,6 +228,25 @@ def test_a_loader_has_one_accessor(poptorch, options):
     assert len(accessor) == 3
 
 
+def test_an_accessor_takes_any_loader_and_returns_whole_batches(poptorch, options):
+    """PyTorch's own as well; a loader that keeps its incomplete last batch needs a size.
+
+    PopTorch 3.4 `__init__.py`, `AsynchronousDataAccessor`.
+    """
+    plain = torch.utils.data.DataLoader(Numbers(), batch_size=4, drop_last=True)
+    assert values(poptorch.AsynchronousDataAccessor(plain)) == values(plain)
+    with pytest.raises(AssertionError, match="only works if 'rebatched_size' is specified"):
+        poptorch.AsynchronousDataAccessor(poptorch.DataLoader(options, Numbers(), drop_last=False))
+
+
+def test_workers_repeat_a_stream(poptorch, options, caplog):
+    """Each worker would go through all of it, which is said unless one's own start avoids it."""
+    poptorch.DataLoader(options, Stream(), num_workers=2, worker_init_fn=print)
+    assert not caplog.records
+    poptorch.DataLoader(options, Stream(), num_workers=2)
+    assert "2 workers and no worker_init_fn" in caplog.text
+
+
 def test_an_accessor_can_rebatch(poptorch, options):
     """A loader of single elements can be put together later."""
     loader = poptorch.DataLoader(poptorch.Options(), Numbers())

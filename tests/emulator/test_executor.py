@@ -66,6 +66,9 @@ def test_compiled_in_numbers_cannot_change(poptorch):
     model(X, Y)
     with pytest.raises(poptorch.Error, match="compiled in as a constant"):
         model.setOptimizer(torch.optim.SGD(model.model.parameters(), lr=0.1, momentum=0.9))
+    weight, bias = model.model.parameters()
+    with pytest.raises(poptorch.Error, match="setOptimizer with 2 groups"):
+        model.setOptimizer(torch.optim.SGD([{"params": [weight]}, {"params": [bias]}], lr=0.1))
     with pytest.raises(poptorch.Error, match="compiled with SGD"):
         model.setOptimizer(torch.optim.Adam(model.model.parameters()))
 
@@ -93,6 +96,8 @@ def test_optimizer_state_travels(poptorch):
     one = training(poptorch, optimizer=poptorch.optim.Adam)
     one(X, Y)
     state, weights = one._optimizer.state_dict(), copy.deepcopy(one.model.state_dict())
+    # That another model has more weights does not matter.
+    state["ipu_state"]["Accl1___other.weight"] = torch.ones(3)
     two = training(poptorch, optimizer=poptorch.optim.Adam)
     two.model.load_state_dict(weights)
     two._optimizer.load_state_dict(state)
@@ -255,6 +260,29 @@ def test_anchored_gradients_are_a_micro_batchs_own(poptorch):
     torch.testing.assert_close(watched.linear.bias.data, plain.linear.bias.data)
     mean = watched.getAnchoredTensor("g").reshape(2, 2).mean(0)
     torch.testing.assert_close(watched.linear.bias.data, start - 0.1 * mean)
+
+
+def test_anchored_gradients_beside_an_unused_weight(poptorch):
+    """What the loss does not depend on has gradient zero and is not changed."""
+
+    class Unused(Net):
+        def __init__(self):
+            super().__init__()
+            self.unused = torch.nn.Linear(3, 2)
+
+    options = poptorch.Options()
+    options.anchorTensor("used", "Gradient___linear.bias")
+    options.anchorTensor("unused", "Gradient___unused.bias")
+    model = Unused()
+    plain = copy.deepcopy(model)
+    executor = poptorch.trainingModel(
+        model, options, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.0)
+    )
+    executor(X, Y)
+    plain(X, Y)[1].backward()
+    torch.testing.assert_close(executor.getAnchoredTensor("used"), plain.linear.bias.grad)
+    assert torch.equal(executor.getAnchoredTensor("unused"), torch.zeros(2))
+    assert torch.equal(model.unused.bias.detach(), plain.unused.bias)
 
 
 def test_an_unknown_anchor(poptorch):

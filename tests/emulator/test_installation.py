@@ -150,6 +150,14 @@ def test_a_directory_called_poptorch_is_not_poptorch(tmp_path, monkeypatch):
     assert emulator.is_installed()
 
 
+def test_there_is_no_hardware_to_have_a_version():
+    """PopTorch's word for an unknown one, -1."""
+    emulator.install()
+    import poptorch
+
+    assert poptorch.ipuHardwareVersion() == -1
+
+
 def test_it_is_said_once_that_results_are_emulated(monkeypatch, caplog):
     """One line, on PopTorch's logger, however often the emulator is installed."""
     monkeypatch.setattr(installation, "_said", False)

@@ -131,6 +131,18 @@ def test_class_probabilities_are_no_loss(poptorch):
         step(poptorch, lambda out, y: F.cross_entropy(out, F.one_hot(y, 3).float()))
 
 
+def test_a_final_loss_with_smoothed_labels_is_refused_by_name(poptorch):
+    """PopTorch's own gradient of it is wrong; marked as the loss, it is PyTorch's."""
+
+    def smoothed(out, y):
+        return F.cross_entropy(out, y, label_smoothing=0.1)
+
+    with pytest.raises(NotImplementedError, match=r"label_smoothing=.* as the final loss"):
+        step(poptorch, smoothed)
+    _, change = step(poptorch, lambda out, y: poptorch.identity_loss(smoothed(out, y), "none"))
+    torch.testing.assert_close(change, -gradient(smoothed))
+
+
 def test_a_final_loss_is_one_number(poptorch):
     """A loss without reduction cannot be the final one."""
     with pytest.raises(poptorch.Error, match="must be a single number"):

@@ -147,13 +147,33 @@ def test_a_tensor_is_printed_by_every_execution_that_uses_it(poptorch, capfd):
     assert printed.index("doubled: tensor([2.])") < printed.index("doubled: tensor([4.])")
 
 
+def test_the_gradient_of_a_printed_tensor_is_printed(poptorch, capfd):
+    """In training it follows the value.
+
+    PopTorch 3.4 `ops.py`.
+    """
+    model = Apply(
+        lambda x: poptorch.identity_loss(
+            3 * poptorch.ipu_print_tensor(model.weight * x, "product"), "sum"
+        )
+    )
+    model.weight = torch.nn.Parameter(torch.ones(1))
+    poptorch.trainingModel(model)(torch.tensor([2.0]))
+    printed = capfd.readouterr().err
+    value = printed.index("product: tensor([2.")
+    assert value < printed.index("product_gradient: tensor([3.])")
+
+
 def _tuned(poptorch, x):
     x = poptorch.set_overlap_for_input(x, poptorch.OverlapMode.OverlapAccumulationLoop)
     with poptorch.NameScope("scope"), poptorch.Attribute(__schedule_priority={"p": "1"}):
         y = poptorch.serializedMatMul(x, x.T, poptorch.MatMulSerializationMode.ReducingDim, 2)
-    with poptorch.MultiConv().planType(poptorch.MultiConvPlanType.Serial).cycleBackOff(0.1):
+    convolutions = poptorch.MultiConv().availableMemoryProportions(0.2).partialsTypes(torch.float)
+    convolutions.enableConvDithering(True).perConvReservedTiles(4)
+    with convolutions.planType(poptorch.MultiConvPlanType.Serial).cycleBackOff(0.1):
         y = poptorch.set_available_memory(y + 1, 0.2)
-    first, second = poptorch.recomputationCheckpoint(poptorch.nop(y), x.sum())
+    first, second = poptorch.recomputationCheckpoint([poptorch.nop(y), x.sum()])
+    first, second = poptorch.recomputationCheckpoint(first, second)
     return poptorch.set_overlap_for_output(first * second, poptorch.OverlapMode.NoOverlap)
 
 
@@ -172,6 +192,8 @@ def test_functions_of_tensors_take_tensors(poptorch):
         poptorch.set_available_memory(3, 0.2)
     with pytest.raises(ValueError, match="All inputs must be tensors"):
         poptorch.recomputationCheckpoint(X, 3)
+    with pytest.raises(ValueError, match="tensors to be a list of tensors"):
+        poptorch.cond(X.sum() > 0, lambda y: y, X, lambda y: y, [X])
 
 
 @pytest.mark.parametrize("name", ["custom_op", "ctc_beam_search_decoder", "fps", "nearest", "CPU"])

@@ -123,6 +123,8 @@ def test_only_a_state_with_a_device_part_can_be_loaded():
     optimizer = optim.Adam([weight])
     with pytest.raises(RuntimeError, match="Only IPU optimizer states"):
         optimizer.load_state_dict(torch.optim.Adam([weight]).state_dict())
+    with pytest.raises(RuntimeError, match="because it is empty"):
+        optimizer.set_state_dict({})
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.ipu_state_is_dirty
 
@@ -153,6 +155,66 @@ def test_an_ignored_velocity_scaling_is_reported(caplog):
     assert not caplog.records
     optim.SGD([weight], lr=0.1, velocity_scaling=2.0)
     assert "velocity_scaling value ignored" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop", "LAMB"])
+def test_a_weight_without_gradient_stays(name):
+    """A closure is called with gradients and its loss returned; unused weights are left alone."""
+    cls = getattr(optim, name)
+    own = {"RMSprop": {"use_tf_variant": True}}.get(name, {"bias_correction": False})
+    used, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = cls([used, unused], lr=0.1, **own)
+
+    def closure():
+        loss = (used**2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3.0
+    assert torch.equal(unused, torch.ones(3))
+    assert (used < 1).all()
+
+
+def test_clipping_without_gradients_does_nothing():
+    """A limit on the norm of no gradient at all is kept."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optim.SGD([weight], lr=0.1, max_grad_norm=1.0).step()
+    assert torch.equal(weight, torch.ones(3))
+
+
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.LAMB])
+def test_moments_without_bias_correction_add_up(cls):
+    """Two steps take the running means of both gradients, whatever the count."""
+    start = torch.tensor([1.0, 2.0, -2.0])
+    weight, mean, square = start.clone(), torch.zeros(3), torch.zeros(3)
+    for gradient in GRADIENTS:
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.999 * square + 0.001 * gradient**2
+        update = mean / (square.sqrt() + 1e-8)
+        trust = weight.norm() / update.norm() if cls is optim.LAMB else 1.0
+        weight = weight - 0.1 * trust * update
+    stepped = weights_after(cls, lr=0.1, bias_correction=False, weight_decay=0.0, eps=1e-8)
+    torch.testing.assert_close(stepped, weight)
+
+
+def test_python_of_a_subclass_of_a_subclass_is_announced(poptorch, caplog):
+    """Only the known class takes effect, and that is said.
+
+    PopTorch 3.4 `_optimizer_attributes.py`.
+    """
+
+    class Mine(torch.optim.SGD):
+        pass
+
+    class Further(Mine):
+        pass
+
+    module = torch.nn.Linear(1, 1)
+    optim.check(Mine(module.parameters(), lr=0.1))
+    assert not caplog.records
+    poptorch.trainingModel(module, optimizer=Further(module.parameters(), lr=0.1))
+    assert "does not run Python optimizer code" in caplog.text
+    assert "Further" in caplog.text
 
 
 def test_maximising_is_refused():

@@ -111,6 +111,29 @@ def test_to_dict_wants_an_output_mode(poptorch):
     assert values["output_mode"] == poptorch.OutputMode.Sum.value
 
 
+def test_a_group_answers_by_name(poptorch):
+    """An option is read by calling its group, and set by its name.
+
+    PopTorch 3.4 `_options_impl.py`.
+    """
+    options = poptorch.Options()
+    options.Training.gradientAccumulation(4)
+    assert options.Training("gradient_accumulation") == 4
+    options.Training.gradient_accumulation = 5
+    assert options.Training("gradient_accumulation") == 5
+
+
+def test_a_period_without_every_n_is_ignored(poptorch, caplog):
+    """It has a meaning with one output mode only, and that is said.
+
+    PopTorch 3.4 `options.py`.
+    """
+    with caplog.at_level("INFO", logger="poptorch::python"):
+        poptorch.Options().outputMode(poptorch.OutputMode.All, 3)
+        poptorch.Options().outputMode(poptorch.OutputMode.EveryN, 3)
+    assert caplog.text.count("return period argument ignored") == 1
+
+
 def test_options_come_from_files_one_on_top_of_the_other(poptorch, tmp_path):
     """A file holds one setter a line, and comments; a second file only adds."""
     first, second = tmp_path / "first.cfg", tmp_path / "second.cfg"
@@ -141,7 +164,9 @@ def test_options_come_from_the_environment(poptorch, monkeypatch):
         '{"deviceIterations": 2, "Training.gradientAccumulation": 3,'
         ' "connectionType": "ConnectionType.OnDemand", "_Popart.set": ["autoRecomputation", 1]}',
     )
+    monkeypatch.setenv("POPTORCH_CACHE_DIR", "some/cache")
     options = poptorch.Options()
+    assert options._Popart.options["cachePath"] == "some/cache"
     assert options.device_iterations == 2
     assert options.Training.gradient_accumulation == 3
     assert options.connection_type == poptorch.ConnectionType.OnDemand.value

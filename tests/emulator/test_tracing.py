@@ -56,6 +56,9 @@ FUNCTIONS = {
     "repetitions of known length": lambda x: x.repeat_interleave(
         torch.tensor([1, 2]), 0, output_size=3
     ),
+    "normal around a tensor": lambda x: torch.normal(x, 0.0),
+    "slice from a host tensor": lambda x: x[:, ORDER[0] :] + x[ORDER[1], 1:],
+    "put": lambda x: x.index_put((torch.tensor([0]), torch.tensor([1])), x.sum()),
     "a copy": lambda x: copy.deepcopy(x).add_(1) + x,
     "a tensor that wants gradients": lambda x: _wanting_gradients(x).detach() * 2,
 }
@@ -122,6 +125,39 @@ def test_recurrent_attention_and_scripted_layers(poptorch):
     expected = model(x)
     torch.testing.assert_close(poptorch.inferenceModel(model)(x), expected.detach())
     torch.testing.assert_close(model(x), expected)
+
+
+def test_halves_where_the_cpu_has_none(poptorch):
+    """What PyTorch has not got for halves on a CPU runs in 32 bits and returns halves."""
+    out = infer(poptorch, lambda x: F.pdist(x.half()), X)
+    assert torch.equal(out, F.pdist(X).half())
+
+
+def test_no_gradient_where_the_step_wants_none(poptorch):
+    """`torch.no_grad()` in a step holds for the calls inside it, as in PyTorch."""
+
+    class Partly(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.first(x)
+            loss = F.mse_loss(self.last(x), torch.zeros_like(x))
+            with torch.no_grad():
+                return loss, loss * 2
+
+    torch.manual_seed(0)
+    model = Partly()
+    plain = copy.deepcopy(model)
+    executor = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    loss, double = executor(X)
+    plain(X)[0].backward()
+    torch.optim.SGD(plain.parameters(), 0.1).step()
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours.data, theirs.data)
+    assert torch.equal(double, loss * 2)
 
 
 def test_the_step_runs_once(poptorch):

@@ -138,6 +138,22 @@ def test_inference_follows_its_training_twin(poptorch):
     assert inference.counters.implicit_copies_to_device == copies + 1
 
 
+def test_removing_is_an_error(poptorch):
+    """A step keeps the buffers that it has.
+
+    PopTorch 3.4 `errorOnBufferOrParameterAddressChanges`.
+    """
+
+    class Forgets(Net):
+        def forward(self, x):
+            loss = super().forward(x)
+            del self.seen
+            return loss
+
+    with pytest.raises(poptorch.Error, match="Buffer seen is removed from the model"):
+        poptorch.inferenceModel(Forgets())(X)
+
+
 @pytest.mark.parametrize("name", ["seen", "linear.bias"])
 def test_reassigning_is_an_error(poptorch, name):
     """A buffer or parameter must be updated in place.
