@@ -1,5 +1,8 @@
 """`python -m ipu_log_callback` says something useful."""
 
+import subprocess
+import sys
+
 import pytest
 
 from ipu_log_callback.__main__ import main
@@ -11,6 +14,14 @@ def test_the_help_shows_the_callback_and_the_programs(capsys):
     told = capsys.readouterr().out
     for part in ("IPULogCallback(keys=", "ipu_log_callback.doctor", "ipu_log_callback.emulator"):
         assert part in told
+
+
+def test_the_packages_name_is_a_program():
+    """`python -m ipu_log_callback` is what the help is for."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ipu_log_callback"], capture_output=True, text=True, check=True
+    )
+    assert "IPULogCallback(keys=" in done.stdout
 
 
 def test_the_version_names_what_a_report_needs(capsys):

@@ -45,6 +45,7 @@ def test_python_may_ask_what_it_asks_of_any_object():
     value = PendingMetricValue(MetricResult(0), "self.accuracy(...)", "LitNet.training_step")
     assert not hasattr(value, "__array__")
     assert not hasattr(value, "__fspath__")
+    assert repr(value) == "<value of self.accuracy(...), known on the host after the execution>"
     assert {value: 1}[value] == 1
     assert isinstance(value, PendingMetricValue)
     assert copy.copy([value])[0] is value

@@ -214,6 +214,7 @@ def _build(request: Request, recorder: Recorder) -> Executable:
                 f"{name}.replicaGrouping(...)", "integers are the same on all replicas"
             )
     loss = _as_made(graph, final_loss(graph, recorder.values)) if request.training else None
+    before_loss = graph.origins(loss) if loss is not None else set()
     written = [i for i, slot in enumerate(graph.inputs) if graph.groups[slot] in mutated]
     if written and geometry.shared_inputs is not None:
         raise NotEmulatedError("Options.inputReplicaGrouping(...)", "the step writes to an input")
@@ -226,9 +227,11 @@ def _build(request: Request, recorder: Recorder) -> Executable:
         parameters=parameters,
         buffers=buffers,
         grouped={name: param.groups for name, param in grouped.items()},
-        trained=[name for name in parameters if host[name].requires_grad]
-        if request.training
-        else [],
+        trained=[
+            name
+            for name in parameters
+            if host[name].requires_grad and graph.groups[graph.states[name]] in before_loss
+        ],
         snapshots=[group in lasting or groups.count(group) > 1 for group in groups],
         outputs=len(graph.outputs),
         constant_outputs={

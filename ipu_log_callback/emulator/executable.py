@@ -26,7 +26,7 @@ class Layout:
         parameters: Names of floating-point parameters, in order.
         buffers: Names of floating-point buffers.
         grouped: How parameters are divided that have another value for each group of replicas.
-        trained: Parameters that require gradients, in a training model.
+        trained: Parameters that require gradients and that the loss depends on.
         snapshots: For each wanted value, whether it must be copied at once because it shares memory
             with something that a later micro-batch may change.
         outputs: How many of the program's values are outputs of the step.

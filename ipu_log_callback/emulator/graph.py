@@ -120,6 +120,14 @@ class Graph:
                 kept.append(node)
         self.nodes = kept[::-1]
 
+    def origins(self, slot: int) -> Set[Group]:
+        """Return the groups that the value in `slot` is computed from, its own among them."""
+        needed = {self.groups[slot]}
+        for node in reversed(self.nodes):
+            if needed & ({self.groups[made] for made, _ in node.outputs} | node.mutates):
+                needed |= {self.groups[read] for read in node.reads}
+        return needed
+
     def feeds(self, source: Node, targets: List[Node]) -> bool:
         """Whether a value made by `source` reaches one of `targets`, over any number of calls."""
         wanted = {id(target) for target in targets}

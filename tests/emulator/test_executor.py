@@ -263,7 +263,7 @@ def test_anchored_gradients_are_a_micro_batchs_own(poptorch):
 
 
 def test_anchored_gradients_beside_an_unused_weight(poptorch):
-    """What the loss does not depend on has gradient zero and is not changed."""
+    """What the loss does not depend on is not changed, and no gradient of it can be anchored."""
 
     class Unused(Net):
         def __init__(self):
@@ -272,7 +272,6 @@ def test_anchored_gradients_beside_an_unused_weight(poptorch):
 
     options = poptorch.Options()
     options.anchorTensor("used", "Gradient___linear.bias")
-    options.anchorTensor("unused", "Gradient___unused.bias")
     model = Unused()
     plain = copy.deepcopy(model)
     executor = poptorch.trainingModel(
@@ -281,8 +280,12 @@ def test_anchored_gradients_beside_an_unused_weight(poptorch):
     executor(X, Y)
     plain(X, Y)[1].backward()
     torch.testing.assert_close(executor.getAnchoredTensor("used"), plain.linear.bias.grad)
-    assert torch.equal(executor.getAnchoredTensor("unused"), torch.zeros(2))
     assert torch.equal(model.unused.bias.detach(), plain.unused.bias)
+    assert "Gradient___unused.bias" not in executor.getTensorNames()
+    options = poptorch.Options()
+    options.anchorTensor("unused", "Gradient___unused.bias")
+    with pytest.raises(poptorch.Error, match=r"Gradient___unused\.bias' not in Ir Tensors"):
+        poptorch.trainingModel(Unused(), options).compile(X, Y)
 
 
 def test_an_unknown_anchor(poptorch):

@@ -111,6 +111,7 @@ STATES = {
     "adam": (torch.optim.Adam, {}, ["exp_avg", "exp_avg_sq"]),
     "adamw": (torch.optim.AdamW, {}, ["exp_avg", "exp_avg_sq"]),
     "sgd": (torch.optim.SGD, {"momentum": 0.9}, ["momentum_buffer"]),
+    "rmsprop without momentum": (torch.optim.RMSprop, {}, ["square_avg"]),
     "rmsprop": (
         torch.optim.RMSprop,
         {"momentum": 0.9, "centered": True},
@@ -135,6 +136,12 @@ def test_optimizer_states_are_those_of_plain_pytorch(name, counts):
         assert_close(callback.anchored[f"optim/head.weight/{state}"][0], expected[state])
         logged = rows[-1][f"optim/head.weight/{state}/norm"]
         assert_close(torch.tensor(logged), expected[state].norm())
+
+
+def test_plain_sgd_keeps_no_state():
+    """Asking for one is an error that says so, before training."""
+    with pytest.raises(IPULogError, match="keeps no state on the device"):
+        fit(Net(), IPULogCallback(optimizer_state="head.*"))
 
 
 def test_a_state_without_a_stable_name_is_read_from_the_optimizer():
@@ -268,6 +275,28 @@ def test_a_frozen_parameter_has_no_gradient():
     net.head.requires_grad_(False)
     with pytest.raises(IPULogError, match="matches no trained parameter"):
         fit(net, IPULogCallback(gradients="head.*"))
+
+
+def test_a_parameter_beside_the_loss_has_no_gradient():
+    """The error names the parameter, and says to leave it out."""
+    net = Net()
+    net.unused = torch.nn.Linear(2, 2)
+    with pytest.raises(IPULogError) as raised:
+        fit(net, IPULogCallback(gradients="unused.*"))
+    assert "`IPULogCallback(gradients=[...])` of 'unused." in str(raised.value)
+    assert "does not lead to the loss" in str(raised.value)
+    assert "leave that parameter out" in str(raised.value)
+
+
+@pytest.mark.parametrize("state", ["head.bias/momentum", "nothing.*"])
+def test_a_state_that_the_device_does_not_keep_is_named(state):
+    """What has no stable name is looked for after an execution; then those that exist are told."""
+    import poptorch
+
+    net = Net(lambda ps: poptorch.optim.Adam(ps, lr=LEARNING_RATE))
+    with pytest.raises(IPULogError, match=r"matches no optimizer state of `Adam`") as raised:
+        fit(net, IPULogCallback(optimizer_state=state))
+    assert "'head.weight/exp_avg', or a glob" in str(raised.value)
 
 
 def test_a_tensor_that_popart_does_not_know_is_named():

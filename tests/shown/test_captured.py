@@ -88,6 +88,8 @@ def test_it_outlives_the_run_and_holds_nothing_of_it():
     made = IPULogCallback("*")
     fit(made)
     assert set(made.captured) == {"training_step", "validation_step"}
+    assert len(made.captured) == 2
+    assert repr(made.captured) == "<Captured: 3 in validation_step, 2 in training_step>"
     held = pickle.dumps(made.captured)
     assert b"torch" not in held.replace(b"torchmetrics", b"")
     assert str(pickle.loads(held)) == str(made.captured)  # noqa: S301 - pickled a line above
@@ -97,6 +99,7 @@ def test_before_a_run_there_is_nothing_and_it_says_so():
     """An empty summary is readable, and asking it for a step says when there will be one."""
     made = IPULogCallback("*")
     assert str(made.captured) == "nothing captured yet"
+    assert repr(made.captured) == "<Captured: nothing yet>"
     assert "nothing captured yet" in made._repr_html_()
     with pytest.raises(UnknownKeyError, match="first execution"):
         made.captured["training_step"]
