@@ -15,7 +15,7 @@ mode      results                                         value of a result
 ========  ==============================================  ==============================
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Sequence
 
 import torch
@@ -90,10 +90,6 @@ class Geometry:
     def sees_each_micro_batch(self) -> bool:
         """Whether every micro-batch has a result of its own."""
         return self.results == self.micro_batches
-
-    def returning_all(self) -> "Geometry":
-        """The same micro-batches, every one of them returned."""
-        return replace(self, output_mode="All", period=1)
 
 
 def fold(returned: torch.Tensor, inner: Sequence[int], geometry: Geometry) -> torch.Tensor:

@@ -66,8 +66,6 @@ def test_everything_comes_back_unless_said_otherwise():
     """Of the counts alone, PopTorch's `All`; of `EveryN` without a period, every one."""
     assert Geometry(2, 3, 2).results == 12
     assert Geometry(2, 3, 2, "EveryN").results == 12
-    assert Geometry(2, 3, 2, "Final").returning_all() == Geometry(2, 3, 2)
-    assert Geometry(2, 3, 2, "EveryN", 3).returning_all() == Geometry(2, 3, 2)
 
 
 @pytest.mark.parametrize("mode", ["All", "Sum", "Final", "EveryN"])
