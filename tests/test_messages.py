@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from parity.bench import DEFAULT, Net, Run, Setting, fit, observe, pl, validate_only
 from torchmetrics import MeanMetric
 
-from ipu_log_callback import IPULogCallback, IPULogError, errors
+from ipu_log_callback import IPULogCallback, IPULogError, anchor, errors
 
 ROWS = ("where", "received", "expected", "why", "fix")
 
@@ -119,6 +119,11 @@ class FeedsAMetric(Net):
     def validation_step(self, batch, batch_idx):
         self.mean.update(self.loss(batch))
         self.log("mean", self.mean)
+
+
+class AnchorsATensor(Net):
+    def validation_step(self, batch, batch_idx):
+        anchor("hidden", self(batch[0]))
 
 
 KEPT_SUM = Setting(iterations=2, mode="Sum", output_mode="keep")
@@ -357,6 +362,13 @@ ERRORS = [
         running(FeedsAMetric, setting=KEPT_SUM),
         "OutputModeError",
         r"`self\.mean\.update\(\.\.\.\)` in `FeedsAMetric\.validation_step`",
+        {"where": HERE, "received": "Sum", "expected": "All", "why": "adds", "fix": "auto"},
+    ),
+    Case(
+        "anchor under Sum",
+        running(AnchorsATensor, setting=KEPT_SUM),
+        "OutputModeError",
+        r"`anchor\('hidden', \.\.\.\)` in `AnchorsATensor\.validation_step`",
         {"where": HERE, "received": "Sum", "expected": "All", "why": "adds", "fix": "auto"},
     ),
     Case(

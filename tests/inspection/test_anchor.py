@@ -18,10 +18,11 @@ class Hidden(Net):
     def __init__(self, **how):
         super().__init__()
         self.how = how
+        self.seen = torch.nn.Identity()
 
     def training_step(self, batch, batch_idx):
         hidden = self.encoder(batch[0])
-        anchor("hidden", hidden, **self.how)
+        anchor("hidden", self.seen(hidden), **self.how)
         return torch.nn.functional.cross_entropy(self.head(hidden), batch[1])
 
 
@@ -79,6 +80,35 @@ def test_a_histogram_is_counted_on_the_device():
     assert_close(histogram.edges, torch.tensor(edges, dtype=torch.float32))
     assert int(histogram.below) == int((hidden < -0.5).sum())
     assert int(histogram.above) == int((hidden > 0.5).sum())
+
+
+class Halved(torch.nn.Module):
+    """What an encoder in half precision would return."""
+
+    def forward(self, x):
+        return x.half()
+
+
+def test_halves_are_counted_as_numbers_of_32_bits():
+    """Edges that a half cannot hold still tell them apart; under `Sum` counts add up."""
+    import poptorch
+
+    edge = 1 / 3
+    counts, net = Counts(2, 1, 1), frozen(Hidden(reduce="histogram", bins=2, range=(-edge, edge)))
+    net.seen = Halved()
+    callback = IPULogCallback(output_mode="keep")
+    with pytest.warns(IPULogWarning, match="gets 1 of 2 micro-batches"):
+        fit(
+            copy.deepcopy(net),
+            callback,
+            counts,
+            edit=lambda options: options.outputMode(poptorch.OutputMode.Sum),
+        )
+    hidden = hidden_of(net, counts, 1).half().float()
+    histogram = callback.anchored["hidden"]
+    assert int(histogram.below) == int((hidden < -edge).sum())
+    assert int(histogram.above) == int((hidden > edge).sum())
+    assert int(histogram.counts.sum()) == hidden.numel() - int((hidden.abs() > edge).sum())
 
 
 @pytest.mark.parametrize("how", [{}, {"reduce": "stats"}], ids=str)

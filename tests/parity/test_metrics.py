@@ -451,9 +451,23 @@ class OwnMetric(Net):
         self.log("own", self.own)
 
 
+class TwoNames(Net):
+    """A submodule with a metric under two names, and a name without a submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = torch.nn.ModuleDict({"mean": MeanMetric()})
+        self.same = self.part
+        self.register_module("nothing", None)
+
+    def validation_step(self, batch, batch_idx):
+        self.same["mean"].update(self.loss(batch))
+        self.log("mean", self.part["mean"])
+
+
 MODULES = [
     PerStage, InModuleDict, InModuleList, InSubmodule, EpochEnd, ComputesInBatchEnd,
-    CollectionBatchValues, ComputeGroups, Shared, Arguments, Twice, Lists, OwnMetric,
+    CollectionBatchValues, ComputeGroups, Shared, Arguments, Twice, Lists, OwnMetric, TwoNames,
 ]  # fmt: skip
 
 
@@ -575,6 +589,15 @@ def test_a_metric_is_anchored_by_its_attribute_path(keys):
     seen = observe(True, EpochEnd, validate_only, Setting(keys=keys))
     cpu = observe(False, EpochEnd, validate_only)
     assert seen.results[0]["acc"] == pytest.approx(cpu.results[0]["acc"])
+
+
+def test_of_a_collection_those_selected_are_logged():
+    """Metrics that share their states, too."""
+    cpu = observe(False, ComputeGroups, validate_only).final[0]
+    ipu = observe(True, ComputeGroups, validate_only, Setting(keys=["recall", "f?"])).final[0]
+    assert set(cpu) == {"precision", "recall", "f1"}
+    wanted = {key: float(cpu[key]) for key in ("recall", "f1")}
+    assert {key: float(value) for key, value in ipu.items()} == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("keys", [(), ["loss"]])

@@ -186,6 +186,22 @@ def test_a_module_is_copied_in_the_middle_of_a_run_and_after_it(how, program, ri
         assert numbers_of(one_run(copied, program=program)) == pytest.approx(right[program])
 
 
+def test_an_executor_is_copied_in_the_middle_of_a_run(right):
+    """The copy is PopTorch's own executor; one that is compiled already ignores another compile."""
+
+    def copy_of(made, _):
+        executor = made.strategy.poptorch_models["test"]
+        executor.compile(next(iter(loader(1))), torch.zeros(1))
+        return type(copy.copy(executor)), type(executor).__mro__[1]
+
+    watcher = Watcher("on_test_batch_end", copy_of)
+    made = trainer([IPULogCallback("*"), watcher], **NO_INFERENCE_MODE)
+    run(made, "test", Net())
+    assert numbers_of(made) == pytest.approx(right["test"])
+    for copied, plain in watcher.results:
+        assert copied is plain
+
+
 @pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, pickled])
 def test_a_callback_is_copied_in_the_middle_of_a_run_and_after_it(how, right):
     """The copy knows no run, and serves another trainer while the original goes on."""

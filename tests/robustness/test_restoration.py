@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from ipu_log_callback import IPULogCallback
+from ipu_log_callback import IPULogCallback, IPULogWarning
 
 from .failures import (
     KINDS,
@@ -21,7 +21,7 @@ from .failures import (
     own_points,
     reached_lines,
 )
-from .runs import FULL, PROGRAMS, Net, numbers_of, run, trainer
+from .runs import FULL, PROGRAMS, Net, loader, numbers_of, run, trainer
 from .snapshot import differences, leftovers, snapshot
 
 
@@ -102,6 +102,25 @@ def check_failure(module, callbacks, fuse, program, right, armed=None):
     assert numbers_of(again) == pytest.approx(right[program], nan_ok=True)
     assert differences(before_of(before, again, module), snapshot(again, module)) == []
     return fuse.blown
+
+
+def test_a_device_that_cannot_be_released_masks_nothing():
+    """The user's own exception is what is raised; the device's is told."""
+
+    class Fails(Net):
+        def on_train_batch_end(self, *_):
+            for executor in self.trainer.strategy.poptorch_models.values():
+                executor.destroy = failing_destroy
+            raise ValueError("the user's own")
+
+    def failing_destroy():
+        raise RuntimeError("the device is gone")
+
+    made = trainer([IPULogCallback("*")])
+    with pytest.raises(ValueError, match="the user's own"), pytest.warns(
+        IPULogWarning, match="could not be released after an exception: the device is gone"
+    ):
+        made.fit(Fails(), loader(2, 4))
 
 
 def before_of(before, trainer, module):
