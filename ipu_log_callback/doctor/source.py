@@ -20,7 +20,6 @@ from ipu_log_callback.doctor.walk import RunFunction
 __all__ = ["UNKNOWN", "Scope", "attribute_of", "function_node", "scope_of", "segment"]
 
 UNKNOWN = object()
-FunctionNode = ast.FunctionDef
 
 
 @dataclass
