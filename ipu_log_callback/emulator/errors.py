@@ -11,7 +11,7 @@ PopTorch has two shapes of message (PopTorch 3.4 `_impl.py` and
 `NotEmulatedError`, which names the thing refused.
 """
 
-from typing import Any, Sequence, Tuple
+from typing import Any, Tuple
 
 __all__ = [
     "Error",
@@ -87,7 +87,6 @@ def backend_error(
     *,
     source: str,
     kind: str = "poptorch_cpp_error",
-    context: Sequence[str] = (),
 ) -> Error:
     """Return the error that PopTorch's C++ back end raises for `message`.
 
@@ -95,16 +94,8 @@ def backend_error(
         message: The reason.
         source: File, and line where known, of the C++ source that raises it on hardware.
         kind: ``"poptorch_cpp_error"``, or the name of a PopART or Poplar error.
-        context: What was being done, outermost first.
     """
-    text = f"In {source}: '{kind}': {message}"
-    location = "\n".join(
-        f"  [{depth}] {action}" for depth, action in enumerate(reversed(list(context)))
-    )
-    if location:
-        text += f"\nError raised in:\n{location}"
-    error = Error(text)
+    error = Error(f"In {source}: '{kind}': {message}")
     error.type = kind
     error.message = message
-    error.location = location
     return error

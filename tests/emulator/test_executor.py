@@ -88,17 +88,19 @@ def test_python_of_an_optimizer_does_not_run(poptorch):
     assert torch.equal(odd.linear.weight, plain.linear.weight)
 
 
-def test_optimizer_state_travels(poptorch):
+@pytest.mark.parametrize("name", ["Adam", "SGD", "RMSprop"])
+def test_optimizer_state_travels(poptorch, name):
     """A PopTorch optimizer's state can be read from one device and written to another.
 
     PopTorch 3.4 `optim.py`.
     """
-    one = training(poptorch, optimizer=poptorch.optim.Adam)
+    kind, numbers = getattr(poptorch.optim, name), {} if name == "Adam" else {"momentum": 0.9}
+    one = training(poptorch, optimizer=kind, **numbers)
     one(X, Y)
     state, weights = one._optimizer.state_dict(), copy.deepcopy(one.model.state_dict())
     # That another model has more weights does not matter.
     state["ipu_state"]["Accl1___other.weight"] = torch.ones(3)
-    two = training(poptorch, optimizer=poptorch.optim.Adam)
+    two = training(poptorch, optimizer=kind, **numbers)
     two.model.load_state_dict(weights)
     two._optimizer.load_state_dict(state)
     one(X, Y), two(X, Y)

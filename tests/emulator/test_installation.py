@@ -2,6 +2,7 @@ import contextlib
 import importlib
 import importlib.util
 import logging
+import pickle
 import sys
 from types import ModuleType
 
@@ -9,6 +10,7 @@ import pytest
 
 from ipu_log_callback import emulator
 from ipu_log_callback.emulator import installation
+from ipu_log_callback.emulator.errors import NotEmulatedError
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +158,34 @@ def test_there_is_no_hardware_to_have_a_version():
     import poptorch
 
     assert poptorch.ipuHardwareVersion() == -1
+
+
+def test_errors_cross_processes():
+    """What is not emulated is told as well by another process."""
+    error = NotEmulatedError("this", "for a reason")
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301  # our own object
+    assert type(again) is NotEmulatedError
+    assert str(again) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"), [(4, False), ("ERR", False), (1, True), ("WARN", True)]
+)
+def test_the_log_level_is_a_name_or_its_older_number(level, shown, caplog):
+    """What is below it is not printed.
+
+    PopTorch 3.4 `_logging.py`.
+    """
+    emulator.install()
+    import poptorch
+
+    before = logging.getLogger("poptorch::python").level
+    try:
+        poptorch.setLogLevel(level)
+        logging.getLogger("poptorch::python").warning("a warning")
+    finally:
+        logging.getLogger("poptorch::python").setLevel(before)
+    assert ("a warning" in caplog.text) is shown
 
 
 def test_it_is_said_once_that_results_are_emulated(monkeypatch, caplog):

@@ -93,7 +93,7 @@ def test_a_program_runs_as_under_plain_python(started_in, capsys, arguments):
     assert shown == expected
 
 
-def test_an_unchanged_program_finds_poptorch(tmp_path):
+def test_an_unchanged_program_finds_poptorch(tmp_path, started_in, capsys):
     """A program that imports PopTorch runs a model, and its exit code is the interpreter's."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -103,6 +103,9 @@ def test_an_unchanged_program_finds_poptorch(tmp_path):
     )
     done = _run("-m", "ipu_log_callback.emulator", "script.py", cwd=tmp_path)
     assert done.returncode == 3
+    script.write_text("import poptorch\nprint(poptorch.ipuHardwareIsAvailable())\n")
+    assert runner.main([str(script)]) == 0
+    assert capsys.readouterr().out == "True\n"
     assert "emulated on the CPU" in done.stderr
 
 

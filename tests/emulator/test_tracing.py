@@ -59,6 +59,7 @@ FUNCTIONS = {
     "normal around a tensor": lambda x: torch.normal(x, 0.0),
     "slice from a host tensor": lambda x: x[:, ORDER[0] :] + x[ORDER[1], 1:],
     "put": lambda x: x.index_put((torch.tensor([0]), torch.tensor([1])), x.sum()),
+    "its own device": lambda x: x.to(x.device) * 2,
     "a copy": lambda x: copy.deepcopy(x).add_(1) + x,
     "a tensor that wants gradients": lambda x: _wanting_gradients(x).detach() * 2,
 }
@@ -204,6 +205,21 @@ def test_what_a_step_sees(poptorch):
     assert not poptorch.isRunningOnIpu()
 
 
+def test_what_a_step_sees_of_a_weight(poptorch):
+    """That it wants gradients, and none of its values."""
+    seen = []
+
+    class Looks(torch.nn.Linear):
+        def forward(self, x):
+            seen.append(repr(self.weight))
+            return F.mse_loss(super().forward(x), torch.zeros(2, 2))
+
+    model = Looks(3, 2)
+    poptorch.trainingModel(model).compile(X)
+    assert "<unavailable>" in seen[0]
+    assert "requires_grad=True" in seen[0]
+
+
 ITEM = "aten::item is only supported in eager mode"
 MOVE = r"Illegal move to CPU \(via `.to\(\"cpu\"\)`\)"
 DYNAMIC = "Type inference failed for aten::"
@@ -320,6 +336,8 @@ def test_device_tensors_die_with_their_compilation(poptorch):
         dead.cpu,
         dead.item,
         lambda: X.to(dead.device),
+        lambda: infer(poptorch, lambda x: x + dead, X),
+        lambda: infer(poptorch, lambda x: torch.cat([dead, x]), X),
     ):
         with pytest.raises(poptorch.Error, match="There is no active dispatch"):
             use()
