@@ -571,3 +571,12 @@ def test_the_users_own_exception_passes_unchanged():
 
     with pytest.raises(KeyError, match="the user's own"):
         observe(True, Raises, validate_only)
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [(64, "64 B"), (3800, "3.8 kB"), (3.8e6, "3.8 MB"), (2.5e9, "2.5 GB"), (None, "unknown")],
+)
+def test_sizes_are_told_in_the_largest_unit_that_fits(count, told):
+    """Three digits of it."""
+    assert errors.bytes_text(count) == told

@@ -218,6 +218,43 @@ def test_an_incomplete_last_batch_is_announced(poptorch, options, caplog):
     assert "5 elements of the data set are left over" in caplog.text
 
 
+def test_a_batch_sampler_is_its_processes_own(poptorch):
+    """What several processes draw by it cannot be shared out automatically as well."""
+    options = poptorch.Options()
+    options.Distributed.configureProcessId(0, 2)
+    sampler = BatchSampler(range(20), 2, drop_last=True)
+    with pytest.raises(poptorch.Error, match="exclusive with auto_distributed_partitioning=True"):
+        poptorch.DataLoader(options, Numbers(), batch_sampler=sampler)
+
+
+def test_a_batch_sampler_need_not_know_its_length(poptorch, options, caplog):
+    """One that says so is drawn from all the same; what is left over is then not known."""
+
+    class Endless(torch.utils.data.Sampler):
+        def __init__(self):
+            pass
+
+        def __iter__(self):
+            return iter(range(20))
+
+        def __len__(self):
+            raise NotImplementedError
+
+    known, unknown = (
+        poptorch.DataLoader(
+            options,
+            Numbers(),
+            batch_sampler=BatchSampler(sampler, batch_size=2, drop_last=True),
+            drop_last=False,
+        )
+        for sampler in (range(20), Endless())
+    )
+    assert values(unknown) == values(known)
+    told = [record.message for record in caplog.records]
+    assert any("drop_last=False and 4 micro-batches" in text for text in told)
+    assert any("an unknown number of micro-batches" in text for text in told)
+
+
 def test_a_loader_has_one_accessor(poptorch, options):
     """An asynchronous loader cannot be wrapped again, a synchronous one can."""
     busy = poptorch.DataLoader(options, Numbers(), mode=poptorch.DataLoaderMode.Async)

@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from ipu_log_callback import IPULogCallback, IPULogError, IPULogWarning
+from ipu_log_callback.named_tensors import prefix_of
 
 from .bench import (
     GRID,
@@ -275,6 +276,13 @@ def test_a_frozen_parameter_has_no_gradient():
     net.head.requires_grad_(False)
     with pytest.raises(IPULogError, match="matches no trained parameter"):
         fit(net, IPULogCallback(gradients="head.*"))
+
+
+def test_a_module_that_is_not_what_the_strategy_compiles():
+    """Names cannot be told then; the error names both."""
+    with pytest.raises(IPULogError, match="`Net` is not part of the model") as raised:
+        prefix_of(torch.nn.Identity(), Net())
+    assert "`Identity`" in str(raised.value)
 
 
 def test_a_parameter_beside_the_loss_has_no_gradient():
