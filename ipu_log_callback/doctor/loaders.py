@@ -45,7 +45,8 @@ def batches_of_call(
     batches: Dict[str, List[Batch]] = {}
     for step, hook in METHODS[method]:
         argument = {"train_dataloader": "train_dataloaders", "val_dataloader": "val_dataloaders"}
-        loaders = given.get(argument.get(hook, "")) or given.get("dataloaders")
+        # not `or`: the truth of a loader is its length, which some do not know
+        loaders = given.get(argument.get(hook, ""), given.get("dataloaders"))
         if step == "training_step":
             loaders = given.get("train_dataloaders")
         if loaders is None:

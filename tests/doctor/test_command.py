@@ -188,11 +188,19 @@ import poptorch
 options = poptorch.Options().deviceIterations(3)
 trainer.fit(Net(), poptorch.DataLoader(options, ROWS, batch_size=2))
 """
+ENDLESS_LOADER = """
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(ROWS)
+
+trainer.fit(Net(), torch.utils.data.DataLoader(Endless(), batch_size=2))
+"""
 CALLS = {
     "a loader": ("batch", "trainer.fit(Net(), loader())"),
     "several loaders by name": ("batch['b']", "trainer.fit(Net(), {'a': loader(), 'b': loader()})"),
     "several loaders in a list": ("batch[1]", "trainer.fit(Net(), [loader(), loader()])"),
     "a combined loader": ("batch[1]", COMBINED_LOADER),
+    "a loader of unknown length": ("batch", ENDLESS_LOADER),
     "a loader of PopTorch's": ("batch", POPTORCH_LOADER),
     "a data module in the loader's place": ("batch", "trainer.fit(Net(), Data())"),
     "a data module": ("batch", "trainer.fit(Net(), datamodule=Data())"),
