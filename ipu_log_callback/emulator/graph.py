@@ -112,21 +112,22 @@ class Graph:
         lasting = {self.groups[slot] for slot in [*self.states.values(), *self.inputs]}
         live: Set[Group] = {self.groups[slot] for slot in self.outputs}
         live |= lasting & self.mutated()
-        kept: List[Node] = []
-        for node in reversed(self.nodes):
-            produced = {self.groups[slot] for slot, _ in node.outputs}
-            if live & (produced | node.mutates):
-                live |= {self.groups[slot] for slot in node.reads}
-                kept.append(node)
-        self.nodes = kept[::-1]
+        _, self.nodes = self._computing(live)
 
     def origins(self, slot: int) -> Set[Group]:
         """Return the groups that the value in `slot` is computed from, its own among them."""
-        needed = {self.groups[slot]}
-        for node in reversed(self.nodes):
-            if needed & ({self.groups[made] for made, _ in node.outputs} | node.mutates):
-                needed |= {self.groups[read] for read in node.reads}
+        needed, _ = self._computing({self.groups[slot]})
         return needed
+
+    def _computing(self, wanted: Set[Group]) -> Tuple[Set[Group], List[Node]]:
+        """Return the groups that `wanted` are computed from, themselves too, and by which calls."""
+        needed, calls = set(wanted), []
+        for node in reversed(self.nodes):
+            produced = {self.groups[slot] for slot, _ in node.outputs}
+            if needed & (produced | node.mutates):
+                needed |= {self.groups[slot] for slot in node.reads}
+                calls.append(node)
+        return needed, calls[::-1]
 
     def feeds(self, source: Node, targets: List[Node]) -> bool:
         """Whether a value made by `source` reaches one of `targets`, over any number of calls."""
