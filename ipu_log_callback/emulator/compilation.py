@@ -261,8 +261,7 @@ def _as_made(graph: Graph, loss: int) -> int:
     """
     if graph.groups[loss] not in graph.mutated():
         return loss
-    made = max(graph.groups) + 1
-    graph.groups[made] = object()
+    made = graph.new_slot(object())
     maker = next(i for i, node in enumerate(graph.nodes) if loss in dict(node.outputs))
     copied = Node(torch.clone, (Ref(loss),), {}, [(made, ())], frozenset(), True, False, "clone")
     graph.nodes.insert(maker + 1, copied)

@@ -84,6 +84,12 @@ class Graph:
         self.constants: Dict[int, torch.Tensor] = {}
         self.outputs: List[int] = []
 
+    def new_slot(self, group: Group) -> int:
+        """Return a slot for one more value, which belongs to `group`."""
+        slot = len(self.groups)
+        self.groups[slot] = group
+        return slot
+
     def mutated(self) -> Set[Group]:
         """Return the groups that some call writes to."""
         return {group for node in self.nodes for group in node.mutates}

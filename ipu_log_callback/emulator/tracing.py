@@ -124,8 +124,7 @@ class Recorder:
     # Values entering the step
 
     def _tensor(self, hidden: torch.Tensor) -> DeviceTensor:
-        slot = len(self.graph.groups)
-        self.graph.groups[slot] = storage_key(hidden)
+        slot = self.graph.new_slot(storage_key(hidden))
         self.values[slot] = hidden
         return self._view_of_slot(slot)
 
