@@ -31,6 +31,7 @@ from ipu_log_callback.emulator.device_tensor import (
 )
 from ipu_log_callback.emulator.errors import NotEmulatedError
 from ipu_log_callback.emulator.graph import Graph, Node, Ref, refs_in
+from ipu_log_callback.emulator.structures import map_tensors
 
 __all__ = ["Recorder", "active_recorder", "device_dtype", "to_device_dtype"]
 
@@ -438,14 +439,7 @@ class Recorder:
             )
             for tensor in casts
         }
-
-        def exchange(value: Any) -> Any:
-            if isinstance(value, (list, tuple)):
-                items = [exchange(item) for item in value]
-                return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-            return narrow.get(id(value), value)
-
-        return exchange(wrapped)
+        return map_tensors(wrapped, lambda tensor: narrow.get(id(tensor), tensor))
 
 
 class _RecordingMode(TorchFunctionMode):
