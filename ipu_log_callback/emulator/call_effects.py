@@ -1,14 +1,15 @@
 """What a recorded call does to its arguments, and what it wants of them."""
 
+import functools
 import warnings
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Dict, Iterator, Tuple
 
 import torch
 
 from ipu_log_callback.emulator._torch_private import version_of
 from ipu_log_callback.emulator.structures import map_tensors
 
-__all__ = ["HALVES_HAVE_GRADIENTS", "Widened", "tensors_in", "unchanged_test"]
+__all__ = ["Widened", "halves_have_gradients", "tensors_in", "unchanged_test"]
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
@@ -33,7 +34,9 @@ def unchanged_test(name: str, tensor: torch.Tensor) -> Callable[[torch.Tensor], 
     return lambda now: version_of(now) == version and torch.equal(values, now.detach())
 
 
-def _halves_have_gradients() -> bool:
+@functools.lru_cache(maxsize=None)
+def halves_have_gradients() -> bool:
+    """Whether this torch can differentiate a loss of halves on a CPU: from 2.1 on."""
     value = torch.ones(1, dtype=torch.float16)
     try:
         with torch.enable_grad(), warnings.catch_warnings():
@@ -44,34 +47,31 @@ def _halves_have_gradients() -> bool:
     return True
 
 
-#: Whether this torch can differentiate a loss of halves on a CPU: from 2.1 on.
-HALVES_HAVE_GRADIENTS = _halves_have_gradients()
-
-
 class Widened:
     """A function that gets its 32-bit integers and its halves widened.
 
     On a CPU indices have 64 bits, and before torch 2.1 few functions take halves.
+
+    Attributes:
+        helps: Whether there is something to widen.
     """
 
-    def __init__(self, func: Any, keep_first: bool) -> None:
+    def __init__(
+        self, func: Any, keep_first: bool, args: Tuple[Any, ...], kwargs: Dict[str, Any]
+    ) -> None:
+        """Wrap `func` for calls with arguments of the types of `args` and `kwargs`."""
         self._func = func
-        self._keep_first = keep_first
-
-    def helps(self, args: Any, kwargs: Any) -> bool:
-        """Whether there is something to widen."""
-        return any(
-            tensor.dtype in _WIDE for tensor in tensors_in((args[self._keep_first :], kwargs))
-        )
+        self._start = int(keep_first)
+        dtypes = {tensor.dtype for tensor in tensors_in((args, kwargs))}
+        self._is_narrowed = torch.float16 in dtypes and torch.float32 not in dtypes
+        wanted = tensors_in((args[self._start :], kwargs))
+        self.helps = any(tensor.dtype in _WIDE for tensor in wanted)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
-        start = int(self._keep_first)
-        wide = [*args[:start], *(_widen(arg) for arg in args[start:])]
+        wide = [*args[: self._start], *(_widen(arg) for arg in args[self._start :])]
         result = self._func(*wide, **{key: _widen(value) for key, value in kwargs.items()})
-        halves = any(tensor.dtype == torch.float16 for tensor in tensors_in((args, kwargs)))
-        floats = any(tensor.dtype == torch.float32 for tensor in tensors_in((args, kwargs)))
-        return map_tensors(result, _narrow) if halves and not floats else result
+        return map_tensors(result, _narrow) if self._is_narrowed else result
 
 
 _WIDE = {torch.int32: torch.int64, torch.float16: torch.float32}

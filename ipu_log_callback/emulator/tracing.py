@@ -18,8 +18,8 @@ from ipu_log_callback.emulator._torch_private import (
     without_torch_function,
 )
 from ipu_log_callback.emulator.call_effects import (
-    HALVES_HAVE_GRADIENTS,
     Widened,
+    halves_have_gradients,
     tensors_in,
     unchanged_test,
 )
@@ -347,18 +347,19 @@ class Recorder:
     ) -> Tuple[Any, bool, Any, Tuple[Any, ...]]:
         """Call `func` on hidden values without consuming random numbers."""
         before = torch.get_rng_state()
-        widened = Widened(func, keep_first=name.endswith("_") or name == "__setitem__")
-        if name.endswith("_loss") and not HALVES_HAVE_GRADIENTS:
-            func = widened
+        given, named = self._fill(args), self._fill(kwargs)
         with self._hidden_run():
+            widened = Widened(func, name.endswith("_") or name == "__setitem__", given, named)
+            if widened.helps and name.endswith("_loss") and not halves_have_gradients():
+                func = widened
             try:
                 try:
-                    result = func(*self._fill(args), **self._fill(kwargs))
+                    result = func(*given, **named)
                 except (RuntimeError, IndexError):
-                    if not widened.helps(self._fill(args), self._fill(kwargs)):
+                    if not widened.helps:
                         raise
                     # A second failure is the one that 64-bit indices have on a CPU.
-                    result = widened(*self._fill(args), **self._fill(kwargs))
+                    result = widened(*given, **named)
                     func = widened
             finally:
                 random = not torch.equal(before, torch.get_rng_state())
