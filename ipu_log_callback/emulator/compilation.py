@@ -7,7 +7,7 @@ back.
 
 import dataclasses
 import warnings
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Tuple
 
 import torch
@@ -23,8 +23,8 @@ from ipu_log_callback.emulator.executable import Executable, Layout
 from ipu_log_callback.emulator.graph import Graph, Node, Ref
 from ipu_log_callback.emulator.losses import final_loss
 from ipu_log_callback.emulator.program import compile_program
-from ipu_log_callback.emulator.replica_groups import GroupedParameter
-from ipu_log_callback.emulator.structures import flatten, map_tensors, rebuild
+from ipu_log_callback.emulator.replica_groups import GroupedParameter, ReplicaGroups
+from ipu_log_callback.emulator.structures import flatten, map_tensors
 from ipu_log_callback.emulator.tracing import Recorder
 from ipu_log_callback.emulator.weights import named_state, state_restored, unwrapped
 
@@ -91,26 +91,22 @@ def _run_step(request: Request, recorder: Recorder) -> Any:
     model = request.model
     # Before unwrapping: stale weights of a training twin must come to the host first.
     host = named_state(model)
-    with ExitStack() as stack:
-        stack.enter_context(_writes_counted())
-        stack.enter_context(unwrapped(model))
-        stack.enter_context(factories_on_device())
-        stack.enter_context(state_restored(model))
+    with _writes_counted(), unwrapped(model), factories_on_device(), state_restored(model):
         host.update(_show_one_group(model, request.grouped))
-        stack.enter_context(recorder.recording())
-        recorder.moving_parameters = True
-        model.to(DEVICE)
-        recorder.moving_parameters = False
-        recorder.name_states(host)
-        places = _places(model)
-        with request.surroundings():
-            inputs = (request.arguments.args, request.arguments.kwargs)
-            tensors = flatten(inputs)
-            args, kwargs = rebuild(inputs, [recorder.add_input(tensor) for tensor in tensors])
-            result = model(*args, **kwargs)
-        _check_places(places, _places(model))
-        recorder.graph.outputs = _outputs(result)
-        return result
+        with recorder.recording():
+            recorder.moving_parameters = True
+            model.to(DEVICE)
+            recorder.moving_parameters = False
+            recorder.name_states(host)
+            places = _places(model)
+            with request.surroundings():
+                args, kwargs = map_tensors(
+                    (request.arguments.args, request.arguments.kwargs), recorder.add_input
+                )
+                result = model(*args, **kwargs)
+            _check_places(places, _places(model))
+            recorder.graph.outputs = _outputs(result)
+    return result
 
 
 def _trace_step(request: Request, recorder: Recorder) -> Any:
@@ -206,13 +202,7 @@ def _build(request: Request, recorder: Recorder) -> Executable:
             "poptorch.Options.broadcastBuffers(False).",
             source="poptorch/source/InplaceOps.cpp",
         )
-    grouped = {name: param for name, param in request.grouped.items() if name in host}
-    for name, param in grouped.items():
-        param.check(name, host[name])
-        if name not in parameters:
-            raise NotEmulatedError(
-                f"{name}.replicaGrouping(...)", "integers are the same on all replicas"
-            )
+    grouped = _groups(request.grouped, host, parameters)
     loss = _as_made(graph, final_loss(graph, recorder.values)) if request.training else None
     before_loss = graph.origins(loss) if loss is not None else set()
     written = [i for i, slot in enumerate(graph.inputs) if graph.groups[slot] in mutated]
@@ -226,7 +216,7 @@ def _build(request: Request, recorder: Recorder) -> Executable:
         geometry=geometry,
         parameters=parameters,
         buffers=buffers,
-        grouped={name: param.groups for name, param in grouped.items()},
+        grouped=grouped,
         trained=[
             name
             for name in parameters
@@ -251,6 +241,23 @@ def _build(request: Request, recorder: Recorder) -> Executable:
         request.anchors, [*parameters, *buffers], layout.trained, len(graph.inputs)
     )
     return Executable(program, layout, anchors)
+
+
+def _groups(
+    grouped: Dict[str, GroupedParameter], host: Dict[str, torch.Tensor], parameters: List[str]
+) -> Dict[str, ReplicaGroups]:
+    """Check how the module's parameters are divided; return their groups by name."""
+    groups = {}
+    for name, param in grouped.items():
+        if name not in host:
+            continue
+        param.check(name, host[name])
+        if name not in parameters:
+            raise NotEmulatedError(
+                f"{name}.replicaGrouping(...)", "integers are the same on all replicas"
+            )
+        groups[name] = param.groups
+    return groups
 
 
 def _as_made(graph: Graph, loss: int) -> int:

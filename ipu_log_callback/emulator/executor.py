@@ -146,13 +146,15 @@ class PoplarExecutor(Inspection):
     def _grouped_parameters(self) -> Dict[str, GroupedParameter]:
         replicas = self._options.replication_factor
         grouped = grouped_parameters(self.per_replica_params, replicas)
-        if grouped and self._options.Jit.trace_model:
+        if not grouped:
+            return grouped
+        if self._options.Jit.trace_model:
             raise NotEmulatedError("replicaGrouping(...)", "PopTorch's trace mode has none")
-        if grouped and self._options.Distributed.numProcesses > 1:
+        if self._options.Distributed.numProcesses > 1:
             raise NotEmulatedError(
                 "replicaGrouping(...)", "groups are of the replicas of one process only"
             )
-        if grouped and self._optimizer is not None:
+        if self._optimizer is not None:
             optim.check_grouped(self._optimizer)
         return grouped
 
