@@ -23,13 +23,11 @@ class Program:
 
     Attributes:
         run: Called with one list of input slices and one list of states; returns the wanted values.
-        source: Its Python text, for debugging.
         states: Names of the states that `run` expects, in order.
         is_random: Whether it draws random numbers.
     """
 
     run: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Tuple[torch.Tensor, ...]]
-    source: str
     states: List[str]
     is_random: bool
 
@@ -60,9 +58,6 @@ class _Writer:
             return f"[{', '.join(map(self.expression, template))}]"
         if type(template) is tuple:
             return f"({''.join(self.expression(item) + ', ' for item in template)})"
-        if type(template) is slice:
-            parts = (template.start, template.stop, template.step)
-            return f"slice({', '.join(map(self.expression, parts))})"
         return self.bind(template, "c")
 
     def call(self, node: Node) -> str:
@@ -143,4 +138,4 @@ def compile_program(graph: Graph, wanted: Sequence[int], no_grad: bool) -> Progr
     exec(compile(source, "<compiled step>", "exec"), writer.namespace)  # noqa: S102  # our own text
     run: Optional[Callable[..., Any]] = writer.namespace["run"]
     assert run is not None
-    return Program(run, source, states, any(node.random for node in graph.nodes))
+    return Program(run, states, any(node.random for node in graph.nodes))
