@@ -3,17 +3,14 @@
 Checked on torch 1.13.1, 2.0.1 and 2.13.0. Everything else in the emulator uses PyTorch's public
 interface.
 
-==============================
-========================================================================= name
-needed because ==============================
-========================================================================= ``_make_wrapper_subclass``
-only it makes a tensor that says ``ipu:0`` without memory on such a device ``DisableTorchFunction…``
-reads a device tensor's own metadata without recording ``Tensor._version``             tells which
-tensors a call changed in place ``Tensor.storage``              1.13 has no public
-``untyped_storage``; tells which tensors share memory ``torch._C.parse_schema``       tells which
-arguments of a traced operator are keyword-only ``Distribution._validate_args`` PopTorch switches
-the validation of distributions off while it compiles ==============================
-=========================================================================
+* ``_make_wrapper_subclass``: only it makes a tensor that says ``ipu:0`` without memory on such a
+  device
+* ``DisableTorchFunction…``: reads a device tensor's own metadata without recording
+* ``Tensor._version``: tells which tensors a call changed in place
+* ``Tensor.storage``: 1.13 has no public ``untyped_storage``; tells which tensors share memory
+* ``torch._C.parse_schema``: tells which arguments of a traced operator are keyword-only
+* ``Distribution._validate_args``: PopTorch switches the validation of distributions off while it
+  compiles
 """
 
 from typing import Any, ContextManager, Tuple

@@ -5,10 +5,10 @@ PopTorch has two shapes of message (PopTorch 3.4 `_impl.py` and
 
 * raised by its Python front end: ``'poptorch_py_error': <message>``
 * raised by its C++ back end: ``In <file>:<line>: '<type>': <message>``, then ``Error raised in:``
-  and a context.
+  and a context
 
-`python_error` and `backend_error` build them. What the emulator cannot do is neither: it is a
-`NotEmulatedError`, which names the thing refused.
+`python_error` and `backend_error` build them, the latter without line and context. What the
+emulator cannot do is neither: it is a `NotEmulatedError`, which names the thing refused.
 """
 
 from typing import Any, Tuple
@@ -29,7 +29,7 @@ class Error(Exception):
     Attributes:
         message: The reason alone, without file and context.
         type: The part of the software that raised it, for instance ``"poptorch_cpp_error"``.
-        location: The context stack in which it was raised, or ``""``.
+        location: The context in which it was raised; the emulator knows none and leaves ``""``.
     """
 
     message: str = ""
@@ -82,17 +82,12 @@ def python_error(message: str) -> Error:
     return error
 
 
-def backend_error(
-    message: str,
-    *,
-    source: str,
-    kind: str = "poptorch_cpp_error",
-) -> Error:
+def backend_error(message: str, *, source: str, kind: str = "poptorch_cpp_error") -> Error:
     """Return the error that PopTorch's C++ back end raises for `message`.
 
     Args:
         message: The reason.
-        source: File, and line where known, of the C++ source that raises it on hardware.
+        source: File of the C++ source that raises it on hardware.
         kind: ``"poptorch_cpp_error"``, or the name of a PopART or Poplar error.
     """
     error = Error(f"In {source}: '{kind}': {message}")
