@@ -28,10 +28,15 @@ USES = {
 }
 
 
+@pytest.fixture
+def value():
+    """The value of a metric's call in a training step."""
+    return PendingMetricValue(MetricResult(0), "self.accuracy(...)", "LitNet.training_step")
+
+
 @pytest.mark.parametrize("use", USES)
-def test_any_use_but_self_log_is_an_error_that_says_what_to_do(use):
+def test_any_use_but_self_log_is_an_error_that_says_what_to_do(value, use):
     """It names the metric's call and the step, and both ways out."""
-    value = PendingMetricValue(MetricResult(0), "self.accuracy(...)", "LitNet.training_step")
     with pytest.raises(IPULogError) as caught:
         USES[use](value)
     text = str(caught.value)
@@ -40,9 +45,8 @@ def test_any_use_but_self_log_is_an_error_that_says_what_to_do(use):
     assert "self.log(name, self.metric)" in text
 
 
-def test_python_may_ask_what_it_asks_of_any_object():
+def test_python_may_ask_what_it_asks_of_any_object(value):
     """Protocols that are looked up on everything are answered as by an object without them."""
-    value = PendingMetricValue(MetricResult(0), "self.accuracy(...)", "LitNet.training_step")
     assert not hasattr(value, "__array__")
     assert not hasattr(value, "__fspath__")
     assert repr(value) == "<value of self.accuracy(...), known on the host after the execution>"

@@ -32,73 +32,66 @@ def test_arguments_bind_like_a_call(poptorch):
         assert torch.equal(poptorch.inferenceModel(Sum())(*args, **kwargs), Sum()(*args, **kwargs))
 
 
-MISTAKES = {
-    "shape": (
-        lambda m: m((ONE, torch.ones(3))),
-        r"Shape mismatch for pair\[1\]: expected torch.Size\(\[2\]\)",
-    ),
-    "dtype": (
-        lambda m: m((ONE, ONE.int())),
-        r"Data type mismatch for pair\[1\]: expected torch.float32",
-    ),
-    "length": (
-        lambda m: m((ONE, ONE, ONE)),
-        "Length mismatch for pair: expected 2 elements but got 3",
-    ),
-    "type": (lambda m: m({"a": ONE}), "Type mismatch for pair"),
-    "value": (lambda m: m((ONE, ONE), 5), "Value mismatch for scale: expected 2 but got 5"),
-}
-
-
 class Open(torch.nn.Module):
     def forward(self, *parts, **named):
         return sum(parts) + sum(named["d"].values())
 
 
-OPEN_MISTAKES = {
+FIRST_CALLS = {
+    Two: lambda m: m((ONE, ONE)),
+    Open: lambda m: m(ONE, ONE, d={"a": ONE, "b": ONE}),
+}
+
+MISTAKES = {
+    "shape": (
+        Two,
+        lambda m: m((ONE, torch.ones(3))),
+        r"Shape mismatch for pair\[1\]: expected torch.Size\(\[2\]\)",
+    ),
+    "dtype": (
+        Two,
+        lambda m: m((ONE, ONE.int())),
+        r"Data type mismatch for pair\[1\]: expected torch.float32",
+    ),
+    "length": (
+        Two,
+        lambda m: m((ONE, ONE, ONE)),
+        "Length mismatch for pair: expected 2 elements but got 3",
+    ),
+    "type": (Two, lambda m: m({"a": ONE}), "Type mismatch for pair"),
+    "value": (Two, lambda m: m((ONE, ONE), 5), "Value mismatch for scale: expected 2 but got 5"),
     "count": (
+        Open,
         lambda m: m(ONE, ONE, ONE, d={"a": ONE, "b": ONE}),
         "Number of positional arguments mismatch: expected 2 arguments but got 3",
     ),
     "missing name": (
+        Open,
         lambda m: m(ONE, ONE),
         "Keys mismatch for named arguments: Missing arguments: d",
     ),
     "further name": (
+        Open,
         lambda m: m(ONE, ONE, d={"a": ONE, "b": ONE}, e=ONE),
         "Keys mismatch for named arguments: Unexpected arguments: e",
     ),
     "keys": (
+        Open,
         lambda m: m(ONE, ONE, d={"a": ONE, "c": ONE}),
         "Keys mismatch for d: Unexpected arguments: c. Missing arguments: b",
     ),
 }
 
 
-@pytest.mark.parametrize("name", OPEN_MISTAKES)
-def test_later_calls_have_the_same_arguments(poptorch, name):
-    """How many there are, and the keys of dicts, are fixed until ``destroy``.
-
-    PopTorch 3.4 `validateInputs`.
-    """
-    mistake, text = OPEN_MISTAKES[name]
-    model = poptorch.inferenceModel(Open())
-    assert torch.equal(model(ONE, ONE, d={"a": ONE, "b": ONE}), ONE * 4)
-    with pytest.raises(poptorch.Error, match=text):
-        mistake(model)
-    with pytest.raises(poptorch.Error, match="call destroy\\(\\)"):
-        mistake(model)
-
-
 @pytest.mark.parametrize("name", MISTAKES)
 def test_later_calls_must_be_alike(poptorch, name):
-    """Shapes, types, lengths and compiled-in values are fixed until ``destroy``.
+    """Shapes, types, lengths, names, keys and compiled-in values are fixed until ``destroy``.
 
     PopTorch 3.4 `validateInputs`.
     """
-    mistake, text = MISTAKES[name]
-    model = poptorch.inferenceModel(Two())
-    model((ONE, ONE))
+    kind, mistake, text = MISTAKES[name]
+    model = poptorch.inferenceModel(kind())
+    assert torch.equal(FIRST_CALLS[kind](model), FIRST_CALLS[kind](kind()))
     with pytest.raises(poptorch.Error, match=text):
         mistake(model)
     with pytest.raises(poptorch.Error, match="call destroy\\(\\)"):

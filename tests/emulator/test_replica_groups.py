@@ -50,6 +50,13 @@ def training(poptorch, kind, make=OPTIMIZERS["SGD"], mode="OnePerGroup", **geome
     return model, executor
 
 
+def a_value_for_each_replica(poptorch, executor):
+    """Group a weight so that every replica is a group of its own."""
+    executor.grouped.replicaGrouping(
+        poptorch.CommGroupType.NoGrouping, 0, poptorch.VariableRetrievalMode.OnePerGroup
+    )
+
+
 def reference(poptorch, kind, make, batches, accumulation):
     """The same in plain PyTorch: a weight tensor for each group, trained side by side."""
     groups = ARRANGEMENTS[kind][1]
@@ -120,9 +127,7 @@ def test_what_does_not_fit_is_a_mistake(poptorch):
     """The number of groups is the weight's dimension 0, with PopART's and PopTorch's words."""
     x = torch.ones(REPLICAS * 2, 3)
     model, executor = training(poptorch, "Consecutive")
-    executor.grouped.replicaGrouping(
-        poptorch.CommGroupType.NoGrouping, 0, poptorch.VariableRetrievalMode.OnePerGroup
-    )
+    a_value_for_each_replica(poptorch, executor)
     with pytest.raises(poptorch.Error, match=r'\(2\) of Tensor: "grouped". should match.*: 4'):
         executor(x)
     assert list(model.grouped.shape) == [2, 3, 2]
@@ -145,9 +150,7 @@ def test_scalars_and_views_cannot_be_grouped(poptorch):
         model = Net(1)
         model.grouped = torch.nn.Parameter(value)
         executor = poptorch.inferenceModel(model, poptorch.Options().replicationFactor(REPLICAS))
-        executor.grouped.replicaGrouping(
-            poptorch.CommGroupType.NoGrouping, 0, poptorch.VariableRetrievalMode.OnePerGroup
-        )
+        a_value_for_each_replica(poptorch, executor)
         with pytest.raises(poptorch.Error, match=words):
             executor(x)
 
@@ -181,16 +184,15 @@ def test_what_cannot_be_grouped_is_refused(poptorch):
     """Trace mode has no groups, and integer weights are constants."""
     options = poptorch.Options().replicationFactor(REPLICAS)
     options.Jit.traceModel(True)
-    one = poptorch.VariableRetrievalMode.OnePerGroup
     executor = poptorch.inferenceModel(Net(4), options)
-    executor.grouped.replicaGrouping(poptorch.CommGroupType.NoGrouping, 0, one)
+    a_value_for_each_replica(poptorch, executor)
     with pytest.raises(NotImplementedError, match="trace mode"):
         executor(torch.ones(REPLICAS * 2, 3))
 
     model = Net(1)
     model.grouped = torch.nn.Parameter(torch.ones(4, 2, dtype=torch.int32), requires_grad=False)
     executor = poptorch.inferenceModel(model, poptorch.Options().replicationFactor(REPLICAS))
-    executor.grouped.replicaGrouping(poptorch.CommGroupType.NoGrouping, 0, one)
+    a_value_for_each_replica(poptorch, executor)
     with pytest.raises(NotImplementedError, match="integers"):
         executor(torch.ones(REPLICAS * 2, 2, dtype=torch.int32))
 
@@ -206,9 +208,7 @@ def test_a_grouping_is_the_executor_s_own(poptorch):
     assert not isinstance(executor.grouped, torch.Tensor)
     assert executor.grouped.shape == model.grouped.shape
     assert not hasattr(model.grouped, "replicaGrouping")
-    executor.grouped.replicaGrouping(
-        poptorch.CommGroupType.NoGrouping, 0, poptorch.VariableRetrievalMode.OnePerGroup
-    )
+    a_value_for_each_replica(poptorch, executor)
     x = torch.randn(REPLICAS * 2, 3)
     y, _ = executor(x)
     expected = x.view(REPLICAS, 2, 3) @ model.grouped + model.shared
