@@ -196,9 +196,9 @@ def test_an_input_grouping_that_does_not_fit_is_a_mistake(poptorch):
     """Group sizes must divide the number of replicas, and not all replicas may share an input."""
     options = poptorch.Options().replicationFactor(4)
     consecutive = poptorch.CommGroupType.Consecutive
-    with pytest.raises(ValueError, match="cannot be larger"):
+    with pytest.raises(ValueError, match="cannot be larger than replication_factor"):
         options.inputReplicaGrouping(5, consecutive)
-    with pytest.raises(ValueError, match="must be a factor"):
+    with pytest.raises(ValueError, match="must be a factor of replication_factor"):
         options.inputReplicaGrouping(3, consecutive)
     with pytest.raises(ValueError, match="cannot be All"):
         options.inputReplicaGrouping(2, poptorch.CommGroupType.All)

@@ -77,32 +77,7 @@ def test_what_only_hardware_has_changes_no_result(poptorch, name):
         assert torch.equal(model(poptorch, options)(X), X * 2)
 
 
-REFUSED = {
-    "exceptions for NaN": lambda p, o: o.Precision.enableFloatingPointExceptions(True),
-    "float cast down to half": lambda p, o: o.Precision.halfFloatCasting(
-        p.HalfFloatCastingBehavior.FloatDowncastToHalf
-    ),
-    "synthetic data": lambda p, o: o.enableSyntheticData(True),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_change_results_is_refused_by_name(poptorch, name):
-    """The emulator does not pretend."""
-    with pytest.raises(NotImplementedError, match=r"Options\.|options"):
-        REFUSED[name](poptorch, poptorch.Options())
-
-
 WRONG = {
-    "group of all": (lambda p, o: o.inputReplicaGrouping(1, p.CommGroupType.All), "cannot be All"),
-    "group too large": (
-        lambda p, o: o.inputReplicaGrouping(2, p.CommGroupType.Consecutive),
-        "larger than replication_factor",
-    ),
-    "group that does not divide": (
-        lambda p, o: o.replicationFactor(3).inputReplicaGrouping(2, p.CommGroupType.Consecutive),
-        "factor of replication_factor",
-    ),
     "running statistics": (
         lambda p, o: o.Precision.runningStatisticsAlwaysFloat(1),
         "set to a bool",
