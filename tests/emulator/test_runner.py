@@ -103,10 +103,10 @@ def test_an_unchanged_program_finds_poptorch(tmp_path, started_in, capsys):
     )
     done = _run("-m", "ipu_log_callback.emulator", "script.py", cwd=tmp_path)
     assert done.returncode == 3
+    assert "emulated on the CPU" in done.stderr
     script.write_text("import poptorch\nprint(poptorch.ipuHardwareIsAvailable())\n")
     assert runner.main([str(script)]) == 0
     assert capsys.readouterr().out == "True\n"
-    assert "emulated on the CPU" in done.stderr
 
 
 def test_a_missing_program_is_named(capsys):
