@@ -111,6 +111,8 @@ def attribute_of(base: Any, name: str) -> Any:
         return types.MethodType(found, base)
     if isinstance(found, types.ClassMethodDescriptorType):
         return getattr(base, name)
+    if isinstance(found, types.MemberDescriptorType):  # of `__slots__`
+        return getattr(base, name, UNKNOWN)
     if isinstance(base, (types.ModuleType, type)) or not hasattr(type(found), "__get__"):
         return found
     return getattr(base, name, UNKNOWN) if inspect.isbuiltin(found) else _bound(base, name)

@@ -199,7 +199,7 @@ class _Reader:
             return
         owner = self._scope.resolve(node.value)
         hook = self._changing.get((id(owner), node.attr))
-        if hook is not None and isinstance(vars(owner).get(node.attr, UNKNOWN), _PLAIN):
+        if hook is not None and isinstance(attribute_of(owner, node.attr), _PLAIN):
             self._add("frozen-value", text, node, f"`{hook}` changes it")
 
 

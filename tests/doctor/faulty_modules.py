@@ -610,6 +610,33 @@ class FreezesInPart(Trained):
         return F.cross_entropy(self.sharpened(self(x)), y)
 
 
+class Heat:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+
+class FreezesElsewhere(Trained):
+    """Attributes that are not in the module's `__dict__`: of its class, and in slots."""
+
+    phase = "warm-up"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heat = Heat()
+
+    def on_train_epoch_start(self):
+        self.phase = "main"
+        self.heat.value = 0.5
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        if self.phase == "main":  # remarks: frozen-value
+            x = x * 2
+        return F.cross_entropy(self(x * self.heat.value), y)  # remarks: frozen-value
+
+
 class DrawsForLogger(Trained):
     def training_step(self, batch, batch_idx):
         x, _ = batch
@@ -687,6 +714,7 @@ FAULTY = [
     ChecksOptimizer,
     TakesOptimizerIndex,
     FreezesInPart,
+    FreezesElsewhere,
     DrawsForLogger,
     FollowsOnHost,
 ]
