@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 from ipu_log_callback.call_site import source_line
+from ipu_log_callback.compilation import STEPS
 from ipu_log_callback.errors import report
 from ipu_log_callback.record import CallSite
 
@@ -339,10 +340,6 @@ class Finding:
             "reached": self.reached,
         }
 
-    def outside_steps(self) -> "Finding":
-        """The same finding, about a function that is no step."""
-        return replace(self, steps=())
-
     def seen_in(self, steps: Tuple[str, ...]) -> "Finding":
         """The same finding, in other steps as well."""
         more = tuple(step for step in steps if step not in self.steps)
@@ -367,7 +364,7 @@ def finding(
     Args:
         kind: A key of `KINDS`.
         owner: Class name of the LightningModule.
-        step: The step, or `""` where there is none.
+        step: The step, or another method, or `""` where there is none.
         site: Where in the user's file.
         what: Fills the `{what}` of the kind's texts.
         code: What to quote in the headline in place of the source line.
@@ -386,7 +383,7 @@ def finding(
         fails=(entry.fails if fails is None else fails) and reached,
         headline=f"`{quoted or '...'}` in `{place}` {_filled(entry.says, what)}",
         site=site,
-        steps=(step,) if step else (),
+        steps=(step,) if step in STEPS else (),
         why=_filled(entry.why, what),
         fix=fix.replace("on_train_batch_end", _BATCH_ENDS.get(step, "on_train_batch_end")),
         received=received,

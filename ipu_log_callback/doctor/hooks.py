@@ -83,8 +83,8 @@ def hook_findings(module: Any, trainer: Any, optimizers: List[Any]) -> Iterator[
             continue
         if _does_the_usual(name, function):
             continue
-        made = finding(hook.kind, owner, name, _site(function), hook.why, code=f"def {name}")
-        yield replace(made, fix=hook.fix, headline=made.headline.replace(f".{name}", ""), steps=())
+        code = f"def {name}"
+        yield finding(hook.kind, owner, "", _site(function), hook.why, code=code, fix=hook.fix)
     if not module.automatic_optimization:
         yield finding(
             "manual-optimization",
@@ -103,32 +103,33 @@ def hook_findings(module: Any, trainer: Any, optimizers: List[Any]) -> Iterator[
             None,
             "gradients are on the device",
             code=f"Trainer(gradient_clip_val={clip})",
+            fix=_CLIP,
         )
-        yield replace(made, fix=_CLIP, headline=made.headline.replace(f" in `{owner}`", ""))
+        yield replace(made, headline=made.headline.replace(f" in `{owner}`", ""))
 
 
 def _optimizer_findings(module: Any, owner: str, optimizers: List[Any]) -> Iterator[Finding]:
     site = _site(getattr(type(module), "configure_optimizers", None))
     if len(optimizers) > 1:
-        made = finding(
+        yield finding(
             "trainer-setting",
             owner,
             "configure_optimizers",
             site,
             "the strategy gives PopTorch one optimizer",
             code=f"{len(optimizers)} optimizers",
+            fix="one optimizer, with parameter groups",
         )
-        yield replace(made, fix="one optimizer, with parameter groups", steps=())
     elif any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        made = finding(
+        yield finding(
             "trainer-setting",
             owner,
             "configure_optimizers",
             site,
             "it calls the step several times for one update, a compiled step includes the update",
             code="LBFGS",
+            fix="poptorch.optim.AdamW or SGD",
         )
-        yield replace(made, fix="poptorch.optim.AdamW or SGD", steps=())
 
 
 def _optimizers_in(answer: Any) -> List[Any]:

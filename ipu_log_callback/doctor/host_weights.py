@@ -54,8 +54,7 @@ def weight_findings(
                 continue
             start = RunFunction(function.__code__, function.__globals__, owner)
             for site in _writes(scope_of(start), user_code):
-                made = finding("host-weights", type(owner).__name__, name, site)
-                yield made.outside_steps()
+                yield finding("host-weights", type(owner).__name__, name, site)
 
 
 def _writes(start: Any, user_code: UserCode) -> List[CallSite]:
