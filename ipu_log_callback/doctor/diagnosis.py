@@ -2,7 +2,6 @@
 
 import html
 import json
-from dataclasses import replace
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Sequence, Tuple
 
 import torch
@@ -218,7 +217,7 @@ def _of_numbers(
             continue
         number = logged_number(scopes, found.site, changing)
         if not number.is_fixed:
-            yield replace(found, fix=number.fix)
+            yield found.with_fix(number.fix)
 
 
 def _change_findings(

@@ -340,6 +340,10 @@ class Finding:
             "reached": self.reached,
         }
 
+    def with_fix(self, fix: str) -> "Finding":
+        """The same finding, with another fix."""
+        return replace(self, fix=_in_hook_of(self.steps[:1], fix))
+
     def seen_in(self, steps: Tuple[str, ...]) -> "Finding":
         """The same finding, in other steps as well."""
         more = tuple(step for step in steps if step not in self.steps)
@@ -377,15 +381,15 @@ def finding(
     quoted = code or ("" if site is None else _code_on(site))
     quoted = quoted if len(quoted) <= 72 else quoted[:71] + "…"
     place = f"{owner}.{step}" if step else owner
-    fix = fix or _filled(entry.fix, what)
+    steps = (step,) if step in STEPS else ()
     return Finding(
         kind=kind,
         fails=(entry.fails if fails is None else fails) and reached,
         headline=f"`{quoted or '...'}` in `{place}` {_filled(entry.says, what)}",
         site=site,
-        steps=(step,) if step in STEPS else (),
+        steps=steps,
         why=_filled(entry.why, what),
-        fix=fix.replace("on_train_batch_end", _BATCH_ENDS.get(step, "on_train_batch_end")),
+        fix=_in_hook_of(steps, fix or _filled(entry.fix, what)),
         received=received,
         reached=reached,
     )
@@ -401,6 +405,13 @@ def _code_on(site: CallSite) -> str:
     except (tokenize.TokenError, SyntaxError, StopIteration):
         pass  # a statement that goes on below
     return line
+
+
+def _in_hook_of(steps: Tuple[str, ...], fix: str) -> str:
+    """A fix that names the hook which runs after the step."""
+    for step in steps:
+        fix = fix.replace("on_train_batch_end", _BATCH_ENDS.get(step, "on_train_batch_end"))
+    return fix
 
 
 def _filled(text: str, what: str) -> str:

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -225,6 +226,19 @@ def test_the_fix_names_the_hook_of_the_step(batch):
 
     (found,) = doctor.check(Validates(), batch).findings
     assert "`on_validation_batch_end(self, outputs, ...)`" in found.fix
+
+
+def test_the_fix_for_a_frozen_number_names_the_hook_of_the_step(batch):
+    """What a validation step computes on the host is logged in the hook of validation."""
+
+    class Validates(Plain):
+        def validation_step(self, batch, batch_idx):
+            started = time.perf_counter()
+            self.log("seconds", started)
+
+    diagnosis = doctor.check(Validates(), batch)
+    (found,) = (found for found in diagnosis.findings if found.kind == "frozen-log")
+    assert "`on_validation_batch_end` and the like" in found.fix
 
 
 def test_a_step_that_lacks_an_argument_is_shown_where_it_is_defined(batch):
