@@ -14,13 +14,13 @@ from ipu_log_callback.doctor.hooks import configured_optimizers, hook_findings
 from ipu_log_callback.doctor.host_weights import weight_findings
 from ipu_log_callback.doctor.logged_values import logged_number
 from ipu_log_callback.doctor.module_state import attached_trainer, optimizers_known, restored
-from ipu_log_callback.doctor.source import Scope, scope_of
+from ipu_log_callback.doctor.source import Scope, reachable, scope_of
 from ipu_log_callback.doctor.static import (
     changing_attributes,
     mentions,
     remarks,
 )
-from ipu_log_callback.doctor.step_run import Batch, StepRun, first_line, run_step
+from ipu_log_callback.doctor.step_run import Batch, StepRun, run_step
 from ipu_log_callback.doctor.user_code import UserCode
 from ipu_log_callback.doctor.walk import Change, RunFunction, device_tensors_in
 
@@ -191,20 +191,14 @@ def _findings(module: Any, runs: Sequence[StepRun], callbacks: Sequence[Any]) ->
                     reached=remark.reached,
                 )
         if run.error is not None:
-            yield _raised(module, run)
+            yield _raised(run)
 
 
 def _reachable(functions: Mapping[Any, RunFunction]) -> List[Scope]:
     """The functions that ran, and those that they would have called on another way."""
-    scopes: Dict[Any, Scope] = {}
-    waiting = [scope for scope in map(scope_of, functions.values()) if scope is not None]
-    own_files = {scope.file for scope in waiting}
-    while waiting:
-        scope = waiting.pop()
-        if scope.code not in scopes and scope.file in own_files:
-            scopes[scope.code] = scope
-            waiting.extend(scope.calls())
-    return list(scopes.values())
+    ran = [scope for scope in map(scope_of, functions.values()) if scope is not None]
+    own_files = {scope.file for scope in ran}
+    return reachable(ran, lambda scope: scope.file in own_files)
 
 
 def _of_numbers(
@@ -242,13 +236,9 @@ def _change_findings(
         yield finding("side-effect", owner, run.step, change.site, change.what)
 
 
-def _raised(module: Any, run: StepRun) -> Finding:
-    error = run.error
-    site = user_frame_of(error.__traceback__ if error is not None else None)
-    code = "" if site else f"def {run.step}"
-    place = site or first_line(module, run.step)
-    owner = type(module).__name__
-    return finding("step-raises", owner, run.step, place, _error_text(run), code=code)
+def _raised(run: StepRun) -> Finding:
+    site = user_frame_of(run.error.__traceback__ if run.error is not None else None)
+    return run.located("step-raises", site, _error_text(run))
 
 
 def _merged(findings: Iterable[Finding]) -> List[Finding]:

@@ -5,7 +5,6 @@ validator of pytorch-lightning 1.6.5 to 2.0.9 and of lightning-graphcore 0.1.0.
 """
 
 import ast
-import inspect
 from dataclasses import replace
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional
 
@@ -13,7 +12,8 @@ import torch
 
 from ipu_log_callback import _compat
 from ipu_log_callback.doctor.findings import Finding, finding
-from ipu_log_callback.doctor.source import function_node
+from ipu_log_callback.doctor.source import code_of, definition_of, function_node
+from ipu_log_callback.doctor.static import assigned_attributes, host_methods
 from ipu_log_callback.record import CallSite
 
 __all__ = ["configured_optimizers", "hook_findings"]
@@ -84,13 +84,15 @@ def hook_findings(module: Any, trainer: Any, optimizers: List[Any]) -> Iterator[
         if _does_the_usual(name, function):
             continue
         code = f"def {name}"
-        yield finding(hook.kind, owner, "", _site(function), hook.why, code=code, fix=hook.fix)
+        yield finding(
+            hook.kind, owner, "", definition_of(function), hook.why, code=code, fix=hook.fix
+        )
     if not module.automatic_optimization:
         yield finding(
             "manual-optimization",
             owner,
             "training_step",
-            _switched_off(module) or _site(getattr(type(module), "training_step", None)),
+            _switched_off(module) or definition_of(getattr(type(module), "training_step", None)),
             code="automatic_optimization = False",
         )
     yield from _optimizer_findings(module, owner, optimizers)
@@ -109,7 +111,7 @@ def hook_findings(module: Any, trainer: Any, optimizers: List[Any]) -> Iterator[
 
 
 def _optimizer_findings(module: Any, owner: str, optimizers: List[Any]) -> Iterator[Finding]:
-    site = _site(getattr(type(module), "configure_optimizers", None))
+    site = definition_of(getattr(type(module), "configure_optimizers", None))
     if len(optimizers) > 1:
         yield finding(
             "trainer-setting",
@@ -151,7 +153,7 @@ def _does_the_usual(name: str, function: Any) -> bool:
 
     What follows the update, a step of a scheduler, say, is in time for the next one.
     """
-    code = getattr(function, "__code__", None)
+    code = code_of(function)
     node = None if code is None else function_node(code)
     body = [] if node is None else [s for s in node.body if not _is_docstring(s)]
     first = body[0].value if body and isinstance(body[0], ast.Expr) else None
@@ -165,20 +167,8 @@ def _is_docstring(statement: ast.AST) -> bool:
 
 def _switched_off(module: Any) -> Optional[CallSite]:
     """The line that turns automatic optimization off, if a method of the module's does."""
-    for base in type(module).__mro__:
-        if base.__module__.split(".")[0] in ("torch", "pytorch_lightning", "lightning", "builtins"):
-            continue
-        for code in filter(None, (getattr(m, "__code__", None) for m in vars(base).values())):
-            for part in ast.walk(function_node(code) or ast.Module([], [])):
-                if isinstance(part, ast.Assign) and any(map(_is_the_switch, part.targets)):
-                    return CallSite(code.co_filename, part.lineno)
+    for method in host_methods(module, {}):
+        for target in assigned_attributes(method.node):
+            if target.attr == "automatic_optimization":
+                return CallSite(method.code.co_filename, target.lineno)
     return None
-
-
-def _is_the_switch(target: ast.AST) -> bool:
-    return getattr(target, "attr", "") == "automatic_optimization"
-
-
-def _site(function: Any) -> Optional[CallSite]:
-    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
-    return None if code is None else CallSite(code.co_filename, code.co_firstlineno)

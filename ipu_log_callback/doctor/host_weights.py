@@ -6,14 +6,12 @@ device overwrites it.
 """
 
 import ast
-import types
-from typing import Any, Dict, Iterator, List, Sequence
+from typing import Any, Iterator, List, Optional, Sequence
 
 from ipu_log_callback.doctor.findings import Finding, finding
-from ipu_log_callback.doctor.source import Scope, scope_of
-from ipu_log_callback.doctor.static import host_methods
+from ipu_log_callback.doctor.source import Scope, attribute_of, reachable, scope_of_callable
+from ipu_log_callback.doctor.static import assigned_attributes, host_methods
 from ipu_log_callback.doctor.user_code import UserCode
-from ipu_log_callback.doctor.walk import RunFunction
 from ipu_log_callback.record import CallSite
 
 __all__ = ["weight_findings"]
@@ -48,40 +46,34 @@ def weight_findings(
         user_code: Tells the user's code from that of libraries.
     """
     for owner in (module, *callbacks):
-        for name, _ in host_methods(owner, {}):
-            function = getattr(type(owner), name, None)
-            if name not in _BETWEEN or not isinstance(function, types.FunctionType):
-                continue
-            start = RunFunction(function.__code__, function.__globals__, owner)
-            for site in _writes(scope_of(start), user_code):
+        own = {method.name for method in host_methods(owner, {})}
+        for name in sorted(own & _BETWEEN):
+            for site in _writes(attribute_of(owner, name), user_code):
                 yield finding("host-weights", type(owner).__name__, name, site)
 
 
-def _writes(start: Any, user_code: UserCode) -> List[CallSite]:
-    """Lines that write to weights in a function and in what it calls."""
-    found: List[CallSite] = []
-    seen: Dict[Any, Scope] = {}
-    waiting = [start] if start is not None else []
-    while waiting:
-        scope = waiting.pop()
-        if scope.code in seen or not user_code.owns(scope.code, scope.names.get("__name__", "")):
-            continue
-        seen[scope.code] = scope
-        found.extend(CallSite(scope.file, line) for line in _lines(scope.node))
-        waiting.extend(scope.calls())
-    return found
+def _writes(method: Any, user_code: UserCode) -> Iterator[CallSite]:
+    """Lines that write to weights in a method and in what it calls, one of each function."""
+
+    def is_users(scope: Scope) -> bool:
+        return user_code.owns(scope.code, scope.names.get("__name__", ""))
+
+    start = scope_of_callable(method)
+    for scope in reachable(() if start is None else (start,), is_users):
+        line = _first_write(scope.node)
+        if line is not None:
+            yield CallSite(scope.file, line)
 
 
-def _lines(function: ast.AST) -> List[int]:
+def _first_write(function: ast.AST) -> Optional[int]:
     """The first line of a function that writes to weights, if one does."""
-    nodes: List[Any] = list(ast.walk(function))
-    lists = not _LISTS.isdisjoint(n.func.attr for n in nodes if _is_method_call(n))
+    calls: List[Any] = [node for node in ast.walk(function) if _is_method_call(node)]
+    lists = any(call.func.attr in _LISTS for call in calls)
     writes = _ALWAYS | (_WRITES if lists else set())
-    lines = [node.lineno for node in nodes if _is_method_call(node) and node.func.attr in writes]
-    for node in nodes if lists else ():
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        lines.extend(node.lineno for t in targets if getattr(t, "attr", "") == "data")
-    return sorted(lines)[:1]
+    lines = [call.lineno for call in calls if call.func.attr in writes]
+    if lists:
+        lines += [made.lineno for made in assigned_attributes(function) if made.attr == "data"]
+    return min(lines, default=None)
 
 
 def _is_method_call(node: Any) -> bool:

@@ -11,13 +11,25 @@ import inspect
 import linecache
 import types
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 import torch
 
 from ipu_log_callback.doctor.walk import RunFunction
+from ipu_log_callback.record import CallSite
 
-__all__ = ["UNKNOWN", "Scope", "attribute_of", "function_node", "scope_of", "segment"]
+__all__ = [
+    "UNKNOWN",
+    "Scope",
+    "attribute_of",
+    "code_of",
+    "definition_of",
+    "function_node",
+    "reachable",
+    "scope_of",
+    "scope_of_callable",
+    "segment",
+]
 
 UNKNOWN = object()
 
@@ -83,7 +95,7 @@ class Scope:
         for node in ast.walk(self.node):
             if isinstance(node, ast.Call):
                 target = self.resolve(node.func)
-                scope = None if target is UNKNOWN else _scope_of_callable(target)
+                scope = None if target is UNKNOWN else scope_of_callable(target)
                 if scope is not None:
                     yield scope
 
@@ -124,7 +136,8 @@ def _bound(base: Any, name: str) -> Any:
     return getattr(base, name, UNKNOWN) if inspect.ismethoddescriptor(found) else UNKNOWN
 
 
-def _scope_of_callable(target: Any) -> Optional[Scope]:
+def scope_of_callable(target: Any) -> Optional[Scope]:
+    """The scope of whatever runs when an object is called, if its source is to be had."""
     owner = None
     if isinstance(target, torch.nn.Module):
         target = types.MethodType(type(target).forward, target)
@@ -152,6 +165,23 @@ def scope_of(function: RunFunction) -> Optional[Scope]:
     return scope
 
 
+def reachable(start: Iterable[Scope], follows: Callable[[Scope], bool]) -> List[Scope]:
+    """Functions, and those that they call by names that resolve, over any number of calls.
+
+    Args:
+        start: The functions to start with.
+        follows: Whether a function counts.
+    """
+    scopes: Dict[types.CodeType, Scope] = {}
+    waiting = list(start)
+    while waiting:
+        scope = waiting.pop()
+        if scope.code not in scopes and follows(scope):
+            scopes[scope.code] = scope
+            waiting.extend(scope.calls())
+    return list(scopes.values())
+
+
 @functools.lru_cache(maxsize=None)
 def _functions(lines: Tuple[str, ...]) -> Dict[Tuple[str, int], Any]:
     """Functions of a file by name and by every line that their code may give as the first."""
@@ -171,6 +201,17 @@ def function_node(code: types.CodeType) -> Any:
     """The syntax tree of a function, or `None` (lambdas and comprehensions have none)."""
     lines = tuple(linecache.getlines(code.co_filename))
     return _functions(lines).get((code.co_name, code.co_firstlineno))
+
+
+def code_of(function: Any) -> Optional[types.CodeType]:
+    """The code of a function, whatever it is decorated with, or `None` for what has none."""
+    return getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+
+
+def definition_of(function: Any) -> Optional[CallSite]:
+    """The first line of a function, or `None` for what has none."""
+    code = code_of(function)
+    return None if code is None else CallSite(code.co_filename, code.co_firstlineno)
 
 
 def segment(file: str, node: Any) -> str:

@@ -15,12 +15,27 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Se
 
 import torch
 
-from ipu_log_callback.doctor.source import UNKNOWN, Scope, attribute_of, function_node, segment
+from ipu_log_callback.doctor.source import (
+    UNKNOWN,
+    Scope,
+    attribute_of,
+    code_of,
+    function_node,
+    segment,
+)
 from ipu_log_callback.doctor.walk import RunFunction
 from ipu_log_callback.live import live
 from ipu_log_callback.record import CallSite
 
-__all__ = ["Remark", "host_methods", "mentions", "remarks"]
+__all__ = [
+    "HostMethod",
+    "Remark",
+    "assigned_attributes",
+    "changing_attributes",
+    "host_methods",
+    "mentions",
+    "remarks",
+]
 
 #: Attributes of a LightningModule and its trainer that change while a run lasts.
 _CHANGING = {
@@ -203,17 +218,25 @@ class _Reader:
             self._add("frozen-value", text, node, f"`{hook}` changes it")
 
 
-def host_methods(module: Any, run: Dict[types.CodeType, RunFunction]) -> Iterator[Tuple[str, Any]]:
-    """Name and syntax tree of every method of the user's that no step ran."""
+class HostMethod(NamedTuple):
+    """A method of the user's that no step ran: its name, its code, its syntax tree."""
+
+    name: str
+    code: types.CodeType
+    node: Any
+
+
+def host_methods(module: Any, run: Dict[types.CodeType, RunFunction]) -> Iterator[HostMethod]:
+    """Every method of the user's that no step ran."""
     for base in type(module).__mro__:
         if base.__module__.split(".")[0] in ("torch", "pytorch_lightning", "lightning", "builtins"):
             continue
         for name, member in vars(base).items():
-            code = getattr(member, "__code__", None)
+            code = code_of(member)
             if code is not None and code not in run:
                 node = function_node(code)
                 if node is not None:
-                    yield name, node
+                    yield HostMethod(name, code, node)
 
 
 def changing_attributes(
@@ -231,22 +254,23 @@ def changing_attributes(
         name.
     """
     found: Dict[Tuple[int, str], str] = {}
-    hooks = [(name, name, node, 0) for name, node in host_methods(module, run)]
+    hooks = [(name, name, node, 0) for name, _, node in host_methods(module, run)]
     for callback in callbacks:
-        for name, node in host_methods(callback, run):
+        for name, _, node in host_methods(callback, run):
             hooks.append((name, f"{type(callback).__name__}.{name}", node, 2))
     for name, shown, node, position in hooks:
         arguments = node.args.args
         if not name.startswith("on_") or name in _BEFORE or len(arguments) <= position:
             continue
-        for target in _assigned(node):
+        for target in assigned_attributes(node):
             owner = _reached(target.value, arguments[position].arg, module)
             if owner is not UNKNOWN:
                 found.setdefault((id(owner), target.attr), shown)
     return found
 
 
-def _assigned(function: ast.AST) -> Iterator[ast.Attribute]:
+def assigned_attributes(function: ast.AST) -> Iterator[ast.Attribute]:
+    """The attributes that a function assigns to."""
     for part in ast.walk(function):
         targets: List[Any] = []
         if isinstance(part, ast.Assign):
@@ -272,7 +296,7 @@ def mentions(module: Any, run: Dict[types.CodeType, RunFunction], attribute: str
         isinstance(part, ast.Attribute)
         and part.attr == attribute
         and isinstance(part.ctx, ast.Load)
-        for name, node in host_methods(module, run)
+        for name, _, node in host_methods(module, run)
         if name not in ("__init__", "setup")
         for part in ast.walk(node)
     )

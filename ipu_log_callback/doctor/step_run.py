@@ -14,6 +14,7 @@ from ipu_log_callback.doctor.findings import Finding, finding
 from ipu_log_callback.doctor.losses import loss_faults
 from ipu_log_callback.doctor.module_state import swapped
 from ipu_log_callback.doctor.onlooker import Onlooker
+from ipu_log_callback.doctor.source import code_of, definition_of
 from ipu_log_callback.doctor.user_code import UserCode, fix_for_library
 from ipu_log_callback.doctor.walk import Walk
 from ipu_log_callback.doctor.witness import (
@@ -27,7 +28,7 @@ from ipu_log_callback.emulator.structures import flatten
 from ipu_log_callback.metrics import Metrics
 from ipu_log_callback.record import CallSite
 
-__all__ = ["Batch", "StepRun", "first_line", "run_step"]
+__all__ = ["Batch", "StepRun", "run_step"]
 
 
 class Batch(NamedTuple):
@@ -61,6 +62,7 @@ class StepRun:
         self.findings: List[Finding] = []
         self.error: Optional[BaseException] = None
         self._owner = type(module).__name__
+        self._function = getattr(module, step)
         self._user_code = user_code
 
     def site(self) -> Optional[CallSite]:
@@ -77,11 +79,19 @@ class StepRun:
                 fix = fix or fix_for_library(library, kind)
         elif kind in ("frozen-log",):
             received = what
-        self.add(kind, site, what, fix=fix, received=received)
+        made = finding(kind, self._owner, self.step, site, what, fix=fix, received=received)
+        self.findings.append(made)
 
-    def add(self, kind: str, site: Optional[CallSite], what: str, **more: Any) -> None:
-        """Note a finding."""
-        self.findings.append(finding(kind, self._owner, self.step, site, what, **more))
+    def located(self, kind: str, site: Optional[CallSite], what: str, fix: str = "") -> Finding:
+        """A finding at a line, or where the step is defined if no line is known."""
+        code = "" if site else f"def {self.step}"
+        site = site or definition_of(self._function)
+        return finding(kind, self._owner, self.step, site, what, code=code, fix=fix)
+
+    def returns(self) -> Optional[CallSite]:
+        """The line where the step returned."""
+        code = code_of(self._function)
+        return None if code is None else self.walk.returned.get(code)
 
 
 class _OneStep(torch.nn.Module):
@@ -126,8 +136,7 @@ def run_step(
     run = StepRun(step, module, user_code)
     arguments, names, given_once = _arguments(module, step, batch)
     for kind, what in sorted(set(_not_tensors(batch.value, "batch"))):
-        site = first_line(module, step)
-        run.add(kind, site, what, code="def " + step)
+        run.findings.append(run.located(kind, None, what))
     metrics = Metrics(module)
     positions = _index_positions(arguments, names)
     onlooker = run.onlooker = Onlooker(
@@ -151,7 +160,7 @@ def run_step(
             stack.enter_context(run.walk.watching())
             output = witness.run(function, *args, **kwargs, **given_once)
         if training and module.automatic_optimization:
-            _judge_losses(run, module, output, witness.anchored)
+            _judge_losses(run, output, witness.anchored)
         return output
 
     module.train(training)
@@ -173,17 +182,12 @@ def run_step(
     return run
 
 
-def _judge_losses(run: StepRun, module: Any, output: Any, anchored: List[Any]) -> None:
+def _judge_losses(run: StepRun, output: Any, anchored: List[Any]) -> None:
     onlooker = run.onlooker
-    code = getattr(_function(module, run.step), "__code__", None)
-    returns = None if code is None else run.walk.returned.get(code)
+    returns = None if output is None else run.returns()
     faults = loss_faults(onlooker.snapshot(), onlooker.values, output, anchored, onlooker.sites)
     for fault in faults:
-        site = fault.site or (returns if output is not None else None)
-        text = "" if site else f"def {run.step}"
-        run.add(
-            fault.kind, site or first_line(module, run.step), fault.what, code=text, fix=fault.fix
-        )
+        run.findings.append(run.located(fault.kind, fault.site or returns, fault.what, fault.fix))
 
 
 #: Arguments of a step that Lightning gives when it has several optimizers, or splits sequences.
@@ -251,16 +255,6 @@ def _not_tensors(value: Any, path: str) -> Iterator[Tuple[str, str]]:
         yield "batch-value", f"str, `{path}`"
     elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor) and not flatten(value):
         yield "batch-object", f"{type(value).__name__}, `{path}`"
-
-
-def _function(module: Any, step: str) -> Any:
-    return inspect.unwrap(getattr(module, step))
-
-
-def first_line(module: Any, step: str) -> Optional[CallSite]:
-    """Where a step is defined."""
-    code = getattr(_function(module, step), "__code__", None)
-    return None if code is None else CallSite(code.co_filename, code.co_firstlineno)
 
 
 def _is_users(user_code: UserCode) -> bool:

@@ -669,6 +669,31 @@ def follow(fast, slow):
             average.mul_(0.9).add_(weight, alpha=0.1)  # remarks: host-weights
 
 
+class ShrinksOnHost(Trained):
+    """Weights shrunk through `.data`, in a hook with a decorator."""
+
+    def training_step(self, batch, batch_idx):
+        return self.step(batch)[2]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args):
+        for weight in self.parameters():
+            weight.data *= 0.99  # remarks: host-weights
+
+
+class DecoratesHook(Trained):
+    """A tensor of the step that only a hook with a decorator looks at."""
+
+    def training_step(self, batch, batch_idx):
+        logits, _, loss = self.step(batch)
+        self.logits = logits  # finds: tensor-kept
+        return loss
+
+    @torch.no_grad()
+    def on_train_epoch_end(self):
+        self.log("mean", self.logits.mean())
+
+
 FAULTY = [
     ReadsItem,
     MovesToHost,
@@ -717,4 +742,6 @@ FAULTY = [
     FreezesElsewhere,
     DrawsForLogger,
     FollowsOnHost,
+    ShrinksOnHost,
+    DecoratesHook,
 ]
