@@ -11,7 +11,7 @@ import torch
 
 from .errors import StepCaptureError, describe_value, report, warn
 from .metrics import is_metric
-from .record import AnchoredOutput, CallSite, LiveValue, MetricResult, map_leaves
+from .record import CHANGING, CallSite, leaves_of
 
 __all__ = ["check_key", "check_one_number", "frozen_values", "warn_of_frozen"]
 
@@ -75,14 +75,8 @@ def check_one_number(name: str, value: torch.Tensor, step: str, site: CallSite) 
 
 def frozen_values(value: Any) -> List[Any]:
     """The parts of a captured value that no execution can change."""
-    frozen: List[Any] = []
-
-    def visit(leaf: Any) -> None:
-        if not is_metric(leaf) and not isinstance(leaf, (AnchoredOutput, LiveValue, MetricResult)):
-            frozen.append(leaf)
-
-    map_leaves(value, visit)
-    return frozen
+    leaves = leaves_of(value)
+    return [leaf for leaf in leaves if not is_metric(leaf) and not isinstance(leaf, CHANGING)]
 
 
 def warn_of_frozen(name: str, frozen: Any, step: str, site: CallSite) -> None:

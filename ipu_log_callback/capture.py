@@ -34,6 +34,7 @@ from .record import (
     MetricResult,
     StepRecord,
     anchored_outputs,
+    leaves_of,
     map_leaves,
 )
 from .selection import Selection
@@ -284,23 +285,22 @@ class Capture:
     def _wanted_metrics(self) -> Set[int]:
         """Identities of the metrics whose calls must be replayed."""
         by_number = {e.number: e for e in self._events if isinstance(e, MetricCall)}
+        logged: List[Any] = []
         wanted = set()
-
-        def visit(leaf: Any) -> None:
+        for event in self._events:
+            if isinstance(event, LoggedCall):
+                logged += leaves_of(event.value)
+            elif isinstance(event, LoggedCollection):
+                logged.append(event.collection)
+            elif isinstance(event, LoggedResults):
+                logged.append(event.result)
+            elif isinstance(event, MetricCall) and self._selection.selects(event.path):
+                wanted.add(self._root(event))
+        for leaf in logged:
             if isinstance(leaf, MetricResult):
                 wanted.add(self._root(by_number[leaf.number]))
             elif is_metric(leaf):
                 wanted.add(id(self._metrics.root_of(leaf)))
-
-        for event in self._events:
-            if isinstance(event, LoggedCall):
-                map_leaves(event.value, visit)
-            elif isinstance(event, LoggedCollection):
-                wanted.add(id(self._metrics.root_of(event.collection)))
-            elif isinstance(event, LoggedResults):
-                visit(event.result)
-            elif isinstance(event, MetricCall) and self._selection.selects(event.path):
-                wanted.add(self._root(event))
         return wanted
 
     def _losses_besides(self, output: Any) -> Tuple[str, ...]:

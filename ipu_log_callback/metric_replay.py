@@ -23,6 +23,7 @@ from .record import (
     MetricCall,
     MetricResult,
     StepRecord,
+    leaves_of,
     map_leaves,
 )
 from .wire import Returned
@@ -103,15 +104,11 @@ class MetricReplay:
         """Whether nobody asks for a micro-batch's own result, and every metric is a plain one."""
         if self._results == 1 or not self._calls:
             return False
-        asked: List[bool] = []
-
-        def visit(leaf: Any) -> None:
-            asked.append(isinstance(leaf, MetricResult))
-
+        given: List[Any] = []
         called_forward = {id(call.metric) for call in self._calls if call.method == "forward"}
         for event in record.logged:
             if isinstance(event, LoggedCall):
-                map_leaves(event.value, visit)
+                given += leaves_of(event.value)
                 logged: Tuple[Any, ...] = (event.value,)
             elif isinstance(event, LoggedCollection):
                 logged = (event.collection, *event.collection.values())
@@ -123,8 +120,8 @@ class MetricReplay:
             if on_step and called_forward.intersection(map(id, logged)):
                 return False
         for call in self._calls:
-            map_leaves((call.args, dict(call.kwargs)), visit)
-        return not any(asked) and all(
+            given += leaves_of((call.args, dict(call.kwargs)))
+        return not any(isinstance(leaf, MetricResult) for leaf in given) and all(
             call.method in ("update", "forward") and _is_plain(call.metric) for call in self._calls
         )
 

@@ -20,7 +20,7 @@ import torch
 from torchmetrics import Metric
 
 from .errors import MissingExtraError, ProcessMismatchError, report, warn
-from .record import StepRecord, map_leaves
+from .record import StepRecord, leaves_of, map_leaves
 from .replay import over_processes
 
 __all__ = ["Processes", "SharedReplay", "gathered", "metrics_synchronised"]
@@ -226,14 +226,8 @@ def _is_number(leaf: Any) -> bool:
 
 def _numbers(value: Any) -> List[Any]:
     """The numbers in a logged value, in order: usually one."""
-    numbers: List[Any] = []
-
-    def visit(leaf: Any) -> None:
-        if _is_number(leaf):
-            numbers.append(leaf.item() if isinstance(leaf, torch.Tensor) else leaf)
-
-    map_leaves(value, visit)
-    return numbers
+    numbers = filter(_is_number, leaves_of(value))
+    return [leaf.item() if isinstance(leaf, torch.Tensor) else leaf for leaf in numbers]
 
 
 # -- torchmetrics -------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ Wherever a captured call was given a tensor that lives on the device, its record
 
 import os
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Generic, Iterator, Mapping, Tuple, TypeVar, Union
+from typing import Any, Callable, Dict, Generic, Iterator, List, Mapping, Tuple, TypeVar, Union
 
 import torch
 
 __all__ = [
+    "CHANGING",
     "AnchoredCall",
     "AnchoredOutput",
     "CallSite",
@@ -27,6 +28,7 @@ __all__ = [
     "StepRecord",
     "anchored_outputs",
     "bytes_of_element",
+    "leaves_of",
     "map_leaves",
 ]
 
@@ -191,6 +193,10 @@ class MetricResult:
     key: Union[str, None] = None
 
 
+#: What stands in a record for a value that is known after an execution only.
+CHANGING = (AnchoredOutput, LiveValue, MetricResult)
+
+
 @dataclass(frozen=True)
 class DroppedKey:
     """A key, or the attribute path of a metric, that no pattern selected.
@@ -270,18 +276,20 @@ def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
     return function(value)
 
 
+def leaves_of(value: Any) -> List[Any]:
+    """All that `map_leaves` meets, in order."""
+    found: List[Any] = []
+    map_leaves(value, found.append)
+    return found
+
+
 def anchored_outputs(event: Event) -> Iterator[AnchoredOutput]:
     """The anchored outputs that an event refers to, in the order of its arguments."""
-    found = []
-
-    def visit(leaf: Any) -> None:
-        if isinstance(leaf, AnchoredOutput):
-            found.append(leaf)
-
+    given: Any = ()
     if isinstance(event, MetricCall):
-        map_leaves((event.args, dict(event.kwargs)), visit)
+        given = (event.args, dict(event.kwargs))
     elif isinstance(event, LoggedCall):
-        map_leaves((event.value, dict(event.options)), visit)
+        given = (event.value, dict(event.options))
     elif isinstance(event, AnchoredCall):
-        map_leaves(event.value, visit)
-    yield from found
+        given = event.value
+    yield from (leaf for leaf in leaves_of(given) if isinstance(leaf, AnchoredOutput))

@@ -17,6 +17,7 @@ from .errors import OutputModeError, report
 from .geometry import Geometry
 from .metric_replay import MetricReplay, Results
 from .record import (
+    CHANGING,
     AnchoredCall,
     AnchoredOutput,
     LiveValue,
@@ -25,6 +26,7 @@ from .record import (
     LoggedResults,
     MetricResult,
     StepRecord,
+    leaves_of,
     map_leaves,
 )
 from .wire import Returned, Wire
@@ -201,14 +203,8 @@ class Replay:
         """
         if not isinstance(event, LoggedCall):
             return ()
-        changing: List[Any] = []
-
-        def visit(leaf: Any) -> None:
-            if isinstance(leaf, (AnchoredOutput, LiveValue, MetricResult)):
-                changing.append(leaf)
-
-        map_leaves((event.value, event.options.get("batch_size")), visit)
-        if changing:
+        given = leaves_of((event.value, event.options.get("batch_size")))
+        if any(isinstance(leaf, CHANGING) for leaf in given):
             return ()
         reduction = _reducer_of(event.options)
         return (map_leaves(event.value, lambda leaf: self._host_value(leaf, reduction)),)
