@@ -109,13 +109,13 @@ class ExecutorListener:
             yield
             return
         self.record = None
-        geometry = Geometry.from_options(self.executor.options, self.training)
+        self.fetched = Geometry.from_options(self.executor.options, self.training)
         compilation = Compilation(
             self._module,
             self._selection,
             self._inspector.capturing,
             self._check,
-            sums=geometry.micro_batches_per_result > 1,
+            sums=self.fetched.micro_batches_per_result > 1,
         )
         with self._notice(), self._inspector.compiling(), compilation.under_way():
             yield
@@ -146,7 +146,6 @@ class ExecutorListener:
 
     def _prepare(self, record: StepRecord, wire: Wire) -> None:
         self.record, self.wire = record, wire
-        self.fetched = Geometry.from_options(self.executor.options, self.training)
         own = self._own_mode
         self.own = (
             self.fetched

@@ -46,16 +46,15 @@ class MetricReplay:
         self._results = results
         self._joined: Optional[bool] = None if self._may_join(record) else False
 
-    def __bool__(self) -> bool:
-        return bool(self._calls)
-
     def __call__(self, returned: Returned) -> Results:
         """Make the calls of one execution.
 
         Returns:
-            What each call returned for each micro-batch, by the call's number; empty where the
-            micro-batches were joined, since then nobody asks for it.
+            What each call returned for each micro-batch, by the call's number; empty where there
+            is no call, and where the micro-batches were joined, since then nobody asks for it.
         """
+        if not self._calls:
+            return {}
         if self._joined is None:
             self._joined = self._try_joined(returned)
             return {}

@@ -8,6 +8,7 @@ Metric calls are replayed micro-batch by micro-batch, before the logged calls: m
 hold the epoch's data, once, as after a CPU run.
 """
 
+from contextlib import nullcontext
 from numbers import Number
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -122,7 +123,6 @@ class Replay:
             for event in record.logged
         ]
         self._metrics = MetricReplay(record, geometry.results)
-        self._has_metrics = bool(self._metrics)
         _check_output_mode(record, geometry)
 
     def __call__(
@@ -142,13 +142,8 @@ class Replay:
             seen: Called after `log` with the micro-batch values, `[results]`, where there are any.
             finish: Called at last, while metric objects still show the execution's values.
         """
-        results = self._metrics(returned) if self._has_metrics else {}
-        if not results:
-            self._replay_logged(returned, results, log, log_dict, seen)
-            if finish is not None:
-                finish()
-            return
-        with self._metrics.execution_values(results):
+        results = self._metrics(returned)
+        with self._metrics.execution_values(results) if results else nullcontext():
             self._replay_logged(returned, results, log, log_dict, seen)
             if finish is not None:
                 finish()
