@@ -7,6 +7,7 @@ import torch
 
 from .current import current_capture
 from .errors import StepCaptureError, describe_value, report
+from .tensor_statistics import STATISTICS, histogram_of
 
 if TYPE_CHECKING:
     from .callback import IPULogCallback
@@ -59,7 +60,7 @@ def anchor(
         torch.Size([2, 3])
     """
     # what captures is imported by the first run: this module comes with `import ipu_log_callback`
-    from .anchor_calls import STATISTICS, histogram_of, record_anchor, reduced
+    from .anchor_calls import record_anchor, reduced
 
     _check(name, tensor, reduce, range)
     capture = current_capture()

@@ -7,9 +7,9 @@ import torch
 from .call_site import call_site
 from .capture import Capture
 from .errors import StepCaptureError, report
-from .tensor_statistics import STATISTICS, Histogram, bin_edges, counts_of, statistics_of
+from .tensor_statistics import bin_edges, counts_of, statistics_of
 
-__all__ = ["STATISTICS", "histogram_of", "record_anchor", "reduced"]
+__all__ = ["record_anchor", "reduced"]
 
 
 def record_anchor(capture: Capture, name: str, kind: str, value: Any, how: Dict[str, Any]) -> None:
@@ -49,8 +49,3 @@ def reduced(
         return counts_of(tensor, edges), {"edges": edges}
     # cloned: the step may go on to change it in place
     return tensor.clone(), {}
-
-
-def histogram_of(counts: torch.Tensor, edges: Tuple[float, ...]) -> Histogram:
-    """Read counts `[bins + 2]` as a histogram."""
-    return Histogram(counts[1:-1], torch.tensor(edges), counts[0], counts[-1])

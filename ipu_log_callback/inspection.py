@@ -13,7 +13,6 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import torch
 
 from .activations import Activations
-from .anchor_calls import histogram_of
 from .capture import Capture
 from .cost import CostEntry
 from .cost_entries import anchored_entries, dtype_text, own_output_entry
@@ -24,7 +23,7 @@ from .measurement import log_device_latencies
 from .named_anchors import NamedAnchors
 from .named_tensors import NamedTensor
 from .record import AnchoredCall
-from .tensor_statistics import REDUCTIONS, statistics_of
+from .tensor_statistics import REDUCTIONS, histogram_of, statistics_of
 
 __all__ = ["Inspector"]
 

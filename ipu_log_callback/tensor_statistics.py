@@ -9,7 +9,15 @@ from typing import Dict, NamedTuple, Sequence, Tuple
 
 import torch
 
-__all__ = ["REDUCTIONS", "STATISTICS", "Histogram", "bin_edges", "counts_of", "statistics_of"]
+__all__ = [
+    "REDUCTIONS",
+    "STATISTICS",
+    "Histogram",
+    "bin_edges",
+    "counts_of",
+    "histogram_of",
+    "statistics_of",
+]
 
 #: Statistic to the `reduce_fx` by which its values over micro-batches or updates become one.
 REDUCTIONS: Dict[str, str] = {
@@ -102,3 +110,8 @@ def counts_of(tensor: torch.Tensor, edges: Sequence[float]) -> torch.Tensor:
     above = (flat > edges[-1]).to(torch.int32).sum().to(torch.int32)
     inner = [right - before for before, right in zip(left, left[1:])]
     return torch.stack([left[0], *inner, above])
+
+
+def histogram_of(counts: torch.Tensor, edges: Tuple[float, ...]) -> Histogram:
+    """Read counts `[bins + 2]` as a histogram."""
+    return Histogram(counts[1:-1], torch.tensor(edges), counts[0], counts[-1])
