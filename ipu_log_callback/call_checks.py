@@ -9,7 +9,7 @@ from typing import Any, List
 
 import torch
 
-from .errors import StepCaptureError, describe_value, report, warn
+from .errors import StepCaptureError, describe_value, report, shortened, warn
 from .metrics import is_metric
 from .record import CHANGING, CallSite, leaves_of
 
@@ -43,7 +43,7 @@ def check_key(name: Any, step: str, site: CallSite) -> None:
                 f"`self.log(f'...{{tensor}}...', ...)` in `{step}` received a key built "
                 "from a tensor, expected a key known before the step runs",
                 where=str(site),
-                received=repr(name if len(name) <= 80 else name[:79] + "…"),
+                received=repr(shortened(name, 80)),
                 expected="a str made of Python values",
                 why="batch_idx and dataloader_idx are tensors in a compiled step, whose "
                 "Python runs only once",

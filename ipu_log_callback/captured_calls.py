@@ -5,6 +5,7 @@ from typing import Any, List, Mapping, Set
 import torch
 
 from .captured import CapturedCall, CapturedStep
+from .errors import shortened
 from .metrics import is_metric
 from .record import (
     AnchoredCall,
@@ -80,17 +81,13 @@ def _value_text(value: Any) -> str:
         return f"dict of {len(value)}"
     if isinstance(value, (tuple, list)):
         return ", ".join(map(_value_text, value))
-    return f"{_shortened(repr(value))} (frozen)"
+    return f"{shortened(repr(value), 30)} (frozen)"
 
 
 def _options_text(options: Mapping[str, Any]) -> str:
     def text(value: Any) -> str:
         if isinstance(value, AnchoredOutput):
             return "tensor"
-        return getattr(value, "__name__", None) or _shortened(repr(value))
+        return getattr(value, "__name__", None) or shortened(repr(value), 30)
 
     return ", ".join(f"{name}={text(value)}" for name, value in options.items())
-
-
-def _shortened(text: str, width: int = 30) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
-from .errors import bytes_text
+from .errors import bytes_text, shortened
 from .tables import Table
 
 __all__ = ["Cost", "CostEntry"]
@@ -106,7 +106,7 @@ class Cost:
         return [
             (
                 entry.step,
-                entry.name if len(entry.name) <= 60 else entry.name[:59] + "…",
+                shortened(entry.name, 60),
                 "?" if entry.shape is None else str(list(entry.shape)),
                 entry.dtype,
                 "?" if entry.bytes is None else f"{entry.bytes:,}",

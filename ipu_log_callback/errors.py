@@ -30,6 +30,7 @@ __all__ = [
     "describe_value",
     "names_text",
     "report",
+    "shortened",
     "warn",
 ]
 
@@ -141,16 +142,19 @@ def describe_value(value: Any) -> str:
     """A value in a few characters: dtype and shape of a tensor, never its contents."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).replace('torch.', '')}{list(value.shape)}"
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:59] + '…'}"
+    return f"{type(value).__name__} {shortened(repr(value), 60)}"
+
+
+def shortened(text: str, width: int) -> str:
+    """A text, cut to `width` characters."""
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def names_text(names: Iterable[str], limit: int = 8, width: int = 60) -> str:
     """Quote names for a message: at most `limit` of them, each cut to `width` characters."""
     names = list(names)
-    shortened = [name if len(name) <= width else name[: width - 1] + "…" for name in names]
-    text = ", ".join(f"'{name}'" for name in shortened[:limit])
-    return text + (f" and {len(shortened) - limit} more" if len(shortened) > limit else "")
+    text = ", ".join(f"'{shortened(name, width)}'" for name in names[:limit])
+    return text + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def bytes_text(count: Optional[int]) -> str:

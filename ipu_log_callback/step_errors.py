@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Iterator, NamedTuple
 
 from .call_site import source_line, user_frame_of
-from .errors import IPULogError, StepCaptureError, report
+from .errors import IPULogError, StepCaptureError, report, shortened
 
 __all__ = ["explained", "reason_of"]
 
@@ -88,5 +88,4 @@ def _explanation(known: _Explanation, step: str, error: Exception) -> StepCaptur
 
 def reason_of(error: Exception, width: int = 100) -> str:
     """What PopTorch says in an error's first line, without the place in its own source."""
-    first = str(error).splitlines()[0].split("_error': ", 1)[-1]
-    return first if len(first) <= width else first[: width - 1] + "…"
+    return shortened(str(error).splitlines()[0].split("_error': ", 1)[-1], width)
