@@ -1,4 +1,4 @@
-"""Which of Lightning's two distributions the tests run, and which IPU strategies it has.
+"""Which of Lightning's two distributions the tests run, its IPU strategies, a trainer's options.
 
 The unified package brings a `pytorch-lightning` along that is newer than itself and has no IPU
 strategy any more: where `lightning` is installed, it is the one in use.
@@ -11,7 +11,14 @@ import warnings
 from contextlib import nullcontext
 from typing import Any, ContextManager, Dict
 
-__all__ = ["NO_INFERENCE_MODE", "STRATEGIES", "IPUStrategy", "apart_from_its_trainer", "pl"]
+__all__ = [
+    "NO_INFERENCE_MODE",
+    "QUIET",
+    "STRATEGIES",
+    "IPUStrategy",
+    "apart_from_its_trainer",
+    "pl",
+]
 
 with warnings.catch_warnings():
     # what Lightning's own import warns of differs from version to version
@@ -33,6 +40,13 @@ with warnings.catch_warnings():
     IPUStrategy: Any = STRATEGIES.get(
         "lightning-graphcore" if pl.__name__ == "lightning.pytorch" else "built-in"
     )
+
+#: For a trainer that writes nothing.
+QUIET: Dict[str, bool] = {
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
 
 #: For a trainer that evaluates without `torch.inference_mode`, as Lightning 1.6 always does.
 NO_INFERENCE_MODE: Dict[str, bool] = (

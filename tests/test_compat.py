@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchmetrics
-from lightning_in_use import STRATEGIES, pl
+from lightning_in_use import QUIET, STRATEGIES, pl
 
 from ipu_log_callback import _compat, emulator
 
@@ -53,14 +53,7 @@ class Validated(Net):
 
 def run(called_in_step, validation_loaders=0, of=Net):
     """One epoch on the CPU, in training or of each validation loader; returns the trainer."""
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, **QUIET)
     if validation_loaders:
         module = Validated(called_in_step)
         loaders = [module.loader() for _ in range(validation_loaders)]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning_in_use import pl
+from lightning_in_use import QUIET, pl
 
 from ipu_log_callback import IPULogCallback
 
@@ -33,13 +33,7 @@ def fit(*callbacks):
     x = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=2)
     trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        accelerator="cpu", max_epochs=2, callbacks=list(callbacks), logger=False, **QUIET
     )
     trainer.fit(module, loader, loader)
     shown = {key: float(value) for key, value in trainer.callback_metrics.items()}

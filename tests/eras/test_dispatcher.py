@@ -7,7 +7,7 @@ do with that device later fails, until the callback puts it back.
 import pytest
 import torch
 import torchmetrics
-from lightning_in_use import IPUStrategy
+from lightning_in_use import QUIET, IPUStrategy
 from parity.bench import FEATURES, MICRO_BATCH, Net, observe, pl
 
 from ipu_log_callback import IPULogCallback
@@ -69,9 +69,7 @@ def fit(module, *callbacks):
         log_every_n_steps=1,
         callbacks=list(callbacks),
         logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(module, *loaders)
     return trainer

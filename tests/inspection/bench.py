@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
-from lightning_in_use import IPUStrategy, pl
+from lightning_in_use import QUIET, IPUStrategy, pl
 from torch.utils.data import DataLoader, TensorDataset
 
 from ipu_log_callback import IPULogCallback
@@ -120,10 +120,7 @@ def trainer_of(
         callbacks=callbacks,
         logger=logger,
         log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 1, **kwargs},
+        **{"max_epochs": 1, **QUIET, **kwargs},
     )
 
 

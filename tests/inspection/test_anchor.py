@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from lightning_in_use import QUIET
 from torch.testing import assert_close
 
 from ipu_log_callback import IPULogCallback, IPULogError, IPULogWarning, anchor
@@ -118,13 +119,7 @@ def test_off_the_ipu_the_value_is_stored(how):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's: an IPU is there and not used
         trainer = pl.Trainer(
-            accelerator="cpu",
-            callbacks=[callback],
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            accelerator="cpu", callbacks=[callback], max_epochs=1, logger=False, **QUIET
         )
     fit_quietly(trainer, frozen(net), ONE)
     expected = hidden_of(net, ONE, 1)[0]

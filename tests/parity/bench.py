@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
-from lightning_in_use import IPUStrategy, pl
+from lightning_in_use import QUIET, IPUStrategy, pl
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Metric
 
@@ -197,9 +197,7 @@ class Run:
         setting = self.setting
         given: Dict[str, Any] = {
             "max_epochs": 1,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "enable_checkpointing": False,
+            **QUIET,
             "num_sanity_val_steps": 0,
             "log_every_n_steps": 1,
         }

@@ -9,7 +9,7 @@ from typing import Any, List, Optional
 import pytest
 import torch
 import torchmetrics
-from lightning_in_use import IPUStrategy, pl
+from lightning_in_use import QUIET, IPUStrategy, pl
 from torch.utils.data import DataLoader, TensorDataset
 
 from ipu_log_callback import IPULogCallback, IPULogError, IPULogWarning, emulator
@@ -46,9 +46,7 @@ def validate(net: Any, keys: str = "*", count: int = 2) -> Any:
         callbacks=[IPULogCallback(keys)],
         max_epochs=1,
         logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     loader = DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=2)
     return trainer.validate(net, loader, verbose=False)[0]

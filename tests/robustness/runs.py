@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterator, Sequence
 
 import torch
 import torchmetrics
-from lightning_in_use import IPUStrategy, pl
+from lightning_in_use import QUIET, IPUStrategy, pl
 from torch.utils.data import DataLoader, TensorDataset
 
 from ipu_log_callback import IPULogCallback, IPULogWarning, live
@@ -32,12 +32,6 @@ __all__ = [
 
 #: Whether everything that can be enumerated is tried, or a sample of it.
 FULL = os.environ.get("ROBUSTNESS") == "full"
-#: For a trainer that writes nothing.
-QUIET = {
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-}
 #: What a harness runs: a method of the trainer each.
 PROGRAMS = ("fit", "validate", "test")
 ITERATIONS, ACCUMULATION, MICRO_BATCH = 2, 2, 2

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, Iterator, Optional
 
 import torch
 import torchmetrics
-from lightning_in_use import IPUStrategy
+from lightning_in_use import QUIET, IPUStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from ipu_log_callback import IPULogCallback, IPULogWarning, _compat
@@ -69,9 +69,7 @@ def trainer(
     given: Dict[str, Any] = {
         "max_epochs": 2,
         "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
+        **QUIET,
         "log_every_n_steps": 1,
     }
     given.update(options)
