@@ -2,22 +2,12 @@
 
 import pytest
 import torch
+from host_capture import OnTheHost
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 
-from ipu_log_callback.capture import Capture
 from ipu_log_callback.metrics import Metrics
 from ipu_log_callback.record import LoggedCollection
 from ipu_log_callback.selection import Selection
-
-
-class OnTheHost(Capture):
-    """A capture whose device is the host."""
-
-    def _on_device(self, tensor):
-        return True
-
-    def _check_call(self, *args, **kwargs):
-        """Lightning's checks need a trainer."""
 
 
 class Net(torch.nn.Module):

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
+from host_capture import OnTheHost
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from ipu_log_callback.capture import Capture
 from ipu_log_callback.geometry import Geometry
 from ipu_log_callback.metrics import Metrics
 from ipu_log_callback.record import LoggedCall
@@ -21,16 +21,6 @@ from ipu_log_callback.selection import Selection
 REDUCTIONS = {"mean": np.mean, "sum": np.sum, "min": np.min, "max": np.max}
 NAMES = st.sampled_from(["a", "b", "val/x", "[odd]*", "é", "loss", "k" * 300])
 NUMBERS = st.integers(-(2**20), 2**20)
-
-
-class OnTheHost(Capture):
-    """A capture whose device is the host: what it packs is what came back."""
-
-    def _on_device(self, tensor):
-        return True
-
-    def _check_call(self, *args, **kwargs):
-        """Lightning's checks need a trainer."""
 
 
 class CaptureAndReplay(RuleBasedStateMachine):
