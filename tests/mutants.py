@@ -324,9 +324,7 @@ class Mutation:
         self, session: pytest.Session, names: List[str], started: Callable[[str], Any]
     ) -> None:
         """Run tests until one fails, silently."""
-        silence = os.open(os.devnull, os.O_WRONLY)
-        for stream in (1, 2):
-            os.dup2(silence, stream)
+        _silence()
         items = [self._items[name] for name in names]
         for item, following in zip(items, [*items[1:], None]):
             started(item.nodeid)
@@ -349,9 +347,7 @@ class Mutation:
         return Reached(*json.loads(kept.read_text()))
 
     def _measure(self, kept: Path) -> None:
-        silence = os.open(os.devnull, os.O_WRONLY)
-        for stream in (1, 2):
-            os.dup2(silence, stream)
+        _silence()
         files = [str(Path(PACKAGE, f"{name}.py").resolve()) for name in MODULES]
         measured = coverage.Coverage(data_file=None, config_file=False, include=files)
         seconds: Dict[str, float] = {}
@@ -386,6 +382,13 @@ def _with_those_that_look_on(names: Iterable[str], tests: Iterable[str]) -> Set[
             own = (each for each in tests if each.startswith(PROVOKED_ONCE))
             found.update(each for each in own if f"[{case}" in each)
     return found
+
+
+def _silence() -> None:
+    """Let nothing more that this process tells be seen."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
 
 
 def _bounded(seconds: int) -> None:

@@ -174,6 +174,8 @@ class Case:
 
 
 HERE = r"test_messages\.py:\d+"
+#: What is told of a call that needs each micro-batch where the device adds them up.
+ADDED_UP = {"where": HERE, "received": "Sum", "expected": "All", "why": "adds", "fix": "auto"}
 ERRORS = [
     Case(
         "key built from batch_idx",
@@ -355,21 +357,21 @@ ERRORS = [
         running(WeighsWithATensor, setting=KEPT_SUM),
         "OutputModeError",
         r"`self\.log\('val', \.\.\., batch_size=tensor\)` in `WeighsWithATensor\.validation_step`",
-        {"where": HERE, "received": "Sum", "expected": "All", "why": "adds", "fix": "auto"},
+        ADDED_UP,
     ),
     Case(
         "metric under Sum",
         running(FeedsAMetric, setting=KEPT_SUM),
         "OutputModeError",
         r"`self\.mean\.update\(\.\.\.\)` in `FeedsAMetric\.validation_step`",
-        {"where": HERE, "received": "Sum", "expected": "All", "why": "adds", "fix": "auto"},
+        ADDED_UP,
     ),
     Case(
         "anchor under Sum",
         running(AnchorsATensor, setting=KEPT_SUM),
         "OutputModeError",
         r"`anchor\('hidden', \.\.\.\)` in `AnchorsATensor\.validation_step`",
-        {"where": HERE, "received": "Sum", "expected": "All", "why": "adds", "fix": "auto"},
+        ADDED_UP,
     ),
     Case(
         "two callbacks",

@@ -59,9 +59,8 @@ def replayed(calls, tensors, geometry):
             column.reshape(-1, geometry.replicas, column.shape[-1]).sum(0, dtype=column.dtype)
             for column in columns
         ]
-    fetched = geometry
     whole = (None, tuple(column.flatten() for column in columns)) if rows else None
-    _, returned = wire.unpack(whole, fetched, fetched)
+    _, returned = wire.unpack(whole, geometry, geometry)
     said, seen = [], []
     Replay(StepRecord("validation_step", "Net", logged), wire, geometry)(
         returned,

@@ -280,10 +280,13 @@ def test_a_run_within_a_hook_of_another(program, shared, right):
     assert numbers_of(made) == pytest.approx(right["fit"])
 
 
-@pytest.mark.skipif(
+with_finders = pytest.mark.skipif(
     not hasattr(pl.callbacks, "LearningRateFinder"),
     reason="the finder of Lightning 1.6 takes all callbacks away before it sets anything up",
 )
+
+
+@with_finders
 def test_the_learning_rate_finder(right, tmp_path):
     """The search runs with the callback aside, and the fit after it is right."""
     module = Net()
@@ -301,10 +304,7 @@ def test_the_learning_rate_finder(right, tmp_path):
     assert numbers_of(made) == pytest.approx(right["fit"])
 
 
-@pytest.mark.skipif(
-    not hasattr(pl.callbacks, "BatchSizeFinder"),
-    reason="the finder of Lightning 1.6 takes all callbacks away before it sets anything up",
-)
+@with_finders
 def test_the_batch_size_finder(right, tmp_path):
     """PopTorch compiles for one batch size: its refusal arrives, and the next fit is right."""
 
@@ -323,10 +323,7 @@ def test_the_batch_size_finder(right, tmp_path):
     assert numbers_of(one_run(Net())) == pytest.approx(right["fit"])
 
 
-@pytest.mark.skipif(
-    not hasattr(pl.callbacks, "LearningRateFinder"),
-    reason="the finder of Lightning 1.6 takes all callbacks away before it sets anything up",
-)
+@with_finders
 def test_the_learning_rate_finder_interrupted(right, tmp_path):
     """After Ctrl-C in a search, of which no callback hears, another trainer's fit is right."""
 
