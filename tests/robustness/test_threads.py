@@ -7,7 +7,7 @@ import pytest
 
 from ipu_log_callback import IPULogCallback
 
-from .runs import PROGRAMS, Net, loader, numbers_of, one_run, options_of, run, trainer
+from .runs import PROGRAMS, Net, loader, numbers_of, one_run, run, trainer
 
 
 @pytest.fixture(scope="module")
@@ -30,18 +30,18 @@ def test_poptorchs_asynchronous_loader(mode, right):
     """Batches that PopTorch's own loader fetches ahead."""
     import poptorch
 
-    options = options_of()
     made = trainer([IPULogCallback("*")])
-    made.strategy._training_opts = options["training_opts"]
-    made.strategy._inference_opts = options["inference_opts"]
     loaders = [
         poptorch.DataLoader(
-            options[name],
+            options,
             loader(2, count, seed).dataset,
             batch_size=2,
             mode=getattr(poptorch.DataLoaderMode, mode),
         )
-        for name, count, seed in (("training_opts", 4, 0), ("inference_opts", 2, 1))
+        for options, count, seed in (
+            (made.strategy.training_opts, 4, 0),
+            (made.strategy.inference_opts, 2, 1),
+        )
     ]
     try:
         run(made, "fit", Net(), *loaders)
@@ -52,7 +52,7 @@ def test_poptorchs_asynchronous_loader(mode, right):
 
 
 def test_another_thread_logs_and_reads_meanwhile(right):
-    """A writer of logs reads metrics and the history while steps are captured and replayed."""
+    """The history and what was captured are read while steps are captured and replayed."""
     callback = IPULogCallback("*", history=True)
     made = trainer([callback])
     stop, faults, reads = threading.Event(), [], []
