@@ -137,6 +137,7 @@ def diagnose(
                     if run.error is None and _keeps_tensors(run):
                         again = run_step(module, step, batch, trainer, invented, user_code, run)
                         run.findings += [f for f in again.findings if f.kind == "state-carried"]
+                        run.carried = again.onlooker.carried
                     others = any(other.error is None for other in runs)
                     if run.error is not None and shared_batch and others:
                         notes.append(_not_run(run))
@@ -221,10 +222,7 @@ def _change_findings(
     if change.kind == "buffer":
         yield finding("buffer-reassigned", owner, run.step, change.site, change.what[5:])
         return
-    if any(
-        found.kind == "state-carried" and f"`{change.what}`" in found.headline
-        for found in run.findings
-    ):
+    if change.what in run.carried:
         return
     keeps = device_tensors_in(change.now)
     elsewhere = mentions(module, dict(functions), change.attribute)

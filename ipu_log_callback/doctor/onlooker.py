@@ -47,6 +47,7 @@ class Onlooker(Recorder):
     Attributes:
         finished: Whether the step ran to its end.
         numbers: The numbers that were read from device tensors.
+        carried: The attributes in which the run before left what this one used.
         sites: Line of each recorded call, by identity of its node.
     """
 
@@ -70,6 +71,7 @@ class Onlooker(Recorder):
         self.indices: Dict[int, str] = {}
         self.metric_values: Dict[int, str] = {}
         self.numbers: Set[float] = set()
+        self.carried: Set[str] = set()
         self.sites: Dict[int, Optional[CallSite]] = {}
         self._spoiled: Set[int] = set()
         self._read: List[torch.Tensor] = []
@@ -223,7 +225,8 @@ class Onlooker(Recorder):
             self._notice(kind, name, "")
 
     def _is_made_here(self, tensors: List[Any]) -> bool:
-        return all(self._sources(tensor._slot) <= set(self.graph.constants) for tensor in tensors)
+        steady = self.graph.constants.keys()
+        return all(self._sources(tensor._slot) <= steady for tensor in tensors)
 
     def _read_tensor(self, name: str, result: torch.Tensor) -> torch.Tensor:
         if name in _TENSOR_READS:
@@ -245,7 +248,7 @@ class Onlooker(Recorder):
             return None
         inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
         inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-        return tuple(self._record("zeros_like", torch.zeros_like, (i,), {}) for i in inputs)
+        return tuple(map(self._zero_gradient, inputs))
 
     def _zero_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_device_tensor(tensor):
@@ -289,6 +292,7 @@ class Onlooker(Recorder):
         varies = recorder.varies(tensor._slot)
         if recorder is self._before:
             if varies:
+                self.carried.add(holder)
                 self._notice("state-carried", holder or "self", "")
             return
         fix = "" if varies else "make it in `__init__`, as a buffer: self.register_buffer(...)"
@@ -296,10 +300,10 @@ class Onlooker(Recorder):
 
     def varies(self, slot: int) -> bool:
         """Whether a value can differ from one execution to the next."""
-        steady = set(self.graph.constants)
-        producers = {out: node for node in self.graph.nodes for out, _ in node.outputs}
-        return any(source not in steady for source in self._sources(slot)) or any(
-            node.random for out, node in producers.items() if out in self._ancestry(slot, producers)
+        producers = self._producers()
+        return any(
+            producers[past].random if past in producers else past not in self.graph.constants
+            for past in self._ancestry(slot, producers)
         )
 
     # Where values come from
@@ -318,8 +322,11 @@ class Onlooker(Recorder):
 
     def _sources(self, slot: int) -> Set[int]:
         """The slots without a call of their own that a value was computed from."""
-        producers = {out: node for node in self.graph.nodes for out, _ in node.outputs}
+        producers = self._producers()
         return {past for past in self._ancestry(slot, producers) if past not in producers}
+
+    def _producers(self) -> Dict[int, Node]:
+        return {out: node for node in self.graph.nodes for out, _ in node.outputs}
 
     @staticmethod
     def _ancestry(slot: int, producers: Dict[int, Node]) -> Set[int]:

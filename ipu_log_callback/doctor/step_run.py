@@ -5,7 +5,7 @@ import logging
 import sys
 import warnings
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 from torchmetrics import Metric
@@ -52,6 +52,7 @@ class StepRun:
         findings: What was noticed on the way.
         error: What ended the run early, if anything did.
         onlooker: The recorder.
+        carried: The attributes that carry values from one batch to the next, if that was tried.
     """
 
     onlooker: Onlooker
@@ -61,6 +62,7 @@ class StepRun:
         self.walk = Walk(module, user_code)
         self.findings: List[Finding] = []
         self.error: Optional[BaseException] = None
+        self.carried: Set[str] = set()
         self._owner = type(module).__name__
         self._function = getattr(module, step)
         self._user_code = user_code
