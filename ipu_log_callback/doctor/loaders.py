@@ -15,7 +15,6 @@ METHODS: Dict[str, Tuple[Tuple[str, str], ...]] = {
     "test": (("test_step", "test_dataloader"),),
     "predict": (("predict_step", "predict_dataloader"),),
 }
-_STAGES = {"fit": "fit", "validate": "validate", "test": "test", "predict": "predict"}
 
 
 def batches_of_call(
@@ -41,14 +40,11 @@ def batches_of_call(
         if _is_data_module(given.get(name)):
             data = given.pop(name)
     module.trainer = trainer
-    _set_up(trainer, data, module, _STAGES[method])
+    _set_up(trainer, data, module, method)
     batches: Dict[str, List[Batch]] = {}
     for step, hook in METHODS[method]:
-        argument = {"train_dataloader": "train_dataloaders", "val_dataloader": "val_dataloaders"}
         # not `or`: the truth of a loader is its length, which some do not know
-        loaders = given.get(argument.get(hook, ""), given.get("dataloaders"))
-        if step == "training_step":
-            loaders = given.get("train_dataloaders")
+        loaders = given.get(f"{hook}s", given.get("dataloaders"))
         if loaders is None:
             loaders = _from_hook(hook, data, module)
         if loaders is None or not _is_overridden(step, module):

@@ -5,7 +5,6 @@ another one is an ordinary operation; of the rest there must be exactly one amon
 step (PopTorch 3.4 `RemoveSurplusIdentityLosses.cpp`).
 """
 
-import copy
 from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import torch
@@ -66,12 +65,12 @@ def loss_faults(
         sites: Line of each recorded call, by identity of its node.
     """
     loss = returned_loss(output)
-    slot = getattr(loss, "_slot", None)
-    if slot is None:
+    if getattr(loss, "_slot", None) is None:
         shown = "None" if output is None else f"{type(output).__name__} without a loss"
         fix = 'return the loss, or a dict with it under "loss"'
         return [LossFault("no-loss", f"returns {shown}, expected the loss", fix=fix)]
-    own = _losses_behind(graph, slot, values)
+    needed = _calls_behind(graph, loss)
+    own = [node for node in needed if is_loss(node, values)]
     if not own:
         return [LossFault("no-loss", "returns a loss that no torch loss function made")]
     final = [node for node in own if not graph.feeds(node, own)]
@@ -79,13 +78,15 @@ def loss_faults(
     if len(final) > 1:
         faults.append(LossFault("several-losses", "", sites.get(id(final[-1]))))
     else:
-        faults.extend(_taken_too_early(graph, final[0], slot, values, sites))
+        wanted = {id(node) for node in needed}
+        later = [node for node in graph.computed_from(final[0]) if id(node) in wanted]
+        faults.extend(_taken_too_early(final[0], later, values, sites))
     known = {id(node) for node in own}
     others = [("returns", tensor, None) for tensor in flatten(output) if tensor is not loss]
     seen: Set[Any] = set()
     for what, tensor, site in [*anchored, *others]:
-        behind = _losses_behind(graph, getattr(tensor, "_slot", -1), values)
-        strange = [node for node in behind if id(node) not in known]
+        losses = [node for node in _calls_behind(graph, tensor) if is_loss(node, values)]
+        strange = [node for node in losses if id(node) not in known]
         place = site or (sites.get(id(strange[0])) if strange else None)
         if strange and place not in seen:
             seen.add(place)
@@ -94,9 +95,8 @@ def loss_faults(
 
 
 def _taken_too_early(
-    graph: Graph,
     final: Node,
-    slot: int,
+    later: List[Node],
     values: Dict[int, Any],
     sites: Dict[int, Optional[CallSite]],
 ) -> List[LossFault]:
@@ -106,7 +106,7 @@ def _taken_too_early(
         return [LossFault("loss-form", "smooths the labels of its loss", site)]
     if values[final.outputs[0][0]].numel() != 1:
         return [LossFault("loss-form", 'takes its loss of every element (reduction="none")', site)]
-    changes = [node for node in _computed_from(graph, final, slot) if not _hands_on(node, values)]
+    changes = [node for node in later if not _hands_on(node, values)]
     return [LossFault("loss-arithmetic", "", sites.get(id(changes[0])))] if changes else []
 
 
@@ -115,29 +115,6 @@ def _hands_on(node: Node, values: Dict[int, Any]) -> bool:
     return one or node.name in _PASSING or node.name.startswith("get:")
 
 
-def _computed_from(graph: Graph, source: Node, slot: int) -> List[Node]:
-    """The calls between what one call made and a value."""
-    needed = _calls_behind(graph, slot)
-    tainted = {graph.groups[made] for made, _ in source.outputs}
-    between: List[Node] = []
-    for node in needed[needed.index(source) + 1 :]:
-        if tainted & {graph.groups[read] for read in node.reads}:
-            between.append(node)
-            tainted |= {graph.groups[made] for made, _ in node.outputs} | node.mutates
-    return between
-
-
-def _losses_behind(graph: Graph, slot: int, values: Dict[int, Any]) -> List[Node]:
-    """The calls of loss functions that a value depends on."""
-    return [node for node in _calls_behind(graph, slot) if is_loss(node, values)]
-
-
-def _calls_behind(graph: Graph, slot: int) -> List[Node]:
-    """The calls that a value depends on, in order."""
-    if slot not in graph.groups:
-        return []
-    part = copy.copy(graph)
-    part.nodes = list(graph.nodes)
-    part.states, part.inputs, part.outputs = {}, [], [slot]
-    part.remove_dead_calls()
-    return part.nodes
+def _calls_behind(graph: Graph, tensor: Any) -> List[Node]:
+    slot = getattr(tensor, "_slot", None)
+    return graph.calls_behind(slot) if slot in graph.groups else []

@@ -19,7 +19,7 @@ from ipu_log_callback.emulator.device_tensor import (
     is_device_tensor,
 )
 from ipu_log_callback.emulator.errors import Error, NotEmulatedError
-from ipu_log_callback.emulator.graph import Graph, Node
+from ipu_log_callback.emulator.graph import Node
 from ipu_log_callback.emulator.tracing import Recorder, to_device_dtype
 from ipu_log_callback.record import CallSite
 
@@ -78,16 +78,6 @@ class Onlooker(Recorder):
         self._differentiated = False
 
     # What the rest of the doctor asks
-
-    def snapshot(self) -> Graph:
-        """The graph as it is now, for whoever takes it apart."""
-        graph = Graph()
-        graph.nodes = list(self.graph.nodes)
-        graph.groups = dict(self.graph.groups)
-        graph.inputs = list(self.graph.inputs)
-        graph.states = dict(self.graph.states)
-        graph.constants = dict(self.graph.constants)
-        return graph
 
     def stand_in(self, call: str) -> torch.Tensor:
         """A device tensor in place of a metric's value; computing with it is noticed."""

@@ -187,7 +187,7 @@ def run_step(
 def _judge_losses(run: StepRun, output: Any, anchored: List[Any]) -> None:
     onlooker = run.onlooker
     returns = None if output is None else run.returns()
-    faults = loss_faults(onlooker.snapshot(), onlooker.values, output, anchored, onlooker.sites)
+    faults = loss_faults(onlooker.graph, onlooker.values, output, anchored, onlooker.sites)
     for fault in faults:
         run.findings.append(run.located(fault.kind, fault.site or returns, fault.what, fault.fix))
 

@@ -93,7 +93,7 @@ class Walk:
         """The attribute that holds a tensor, as a user would write it, or `""`."""
         for prefix, owner in self._owners:
             for name, value in getattr(owner, "__dict__", {}).items():
-                if name not in self._ignored and _holds(value, tensor):
+                if name not in self._ignored and _any_in(value, lambda item: item is tensor):
                     return f"{prefix}.{name}"
         return ""
 
@@ -244,20 +244,15 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (*_NUMBERS, torch.dtype, torch.device))
 
 
-def _holds(value: Any, tensor: Any, depth: int = 0) -> bool:
-    if value is tensor or depth > _DEEPEST:
-        return value is tensor
-    if not isinstance(value, (tuple, *_CONTAINERS)) or len(value) > _LONGEST:
-        return False
-    items = value.values() if isinstance(value, dict) else value
-    return any(_holds(item, tensor, depth + 1) for item in list(items))
-
-
-def device_tensors_in(value: Any, depth: int = 0) -> bool:
+def device_tensors_in(value: Any) -> bool:
     """Whether a value holds a device tensor, at any depth that counts."""
-    if is_device_tensor(value):
+    return _any_in(value, is_device_tensor)
+
+
+def _any_in(value: Any, test: Callable[[Any], bool], depth: int = 0) -> bool:
+    if test(value):
         return True
-    if depth > _DEEPEST or not isinstance(value, (list, tuple, dict, set, collections.deque)):
+    if depth > _DEEPEST or not isinstance(value, (tuple, *_CONTAINERS)):
         return False
     items = value.values() if isinstance(value, dict) else value
-    return any(device_tensors_in(item, depth + 1) for item in list(items)[-_LONGEST:])
+    return any(_any_in(item, test, depth + 1) for item in list(items)[-_LONGEST:])

@@ -125,6 +125,10 @@ class Graph:
         needed, _ = self._computing({self.groups[slot]})
         return needed
 
+    def calls_behind(self, slot: int) -> List[Node]:
+        """Return the calls that the value in `slot` is computed from, in order."""
+        return self._computing({self.groups[slot]})[1]
+
     def _computing(self, wanted: Set[Group]) -> Tuple[Set[Group], List[Node]]:
         """Return the groups that `wanted` are computed from, themselves too, and by which calls."""
         needed, calls = set(wanted), []
@@ -138,10 +142,12 @@ class Graph:
     def feeds(self, source: Node, targets: List[Node]) -> bool:
         """Whether a value made by `source` reaches one of `targets`, over any number of calls."""
         wanted = {id(target) for target in targets}
+        return any(id(node) in wanted for node in self.computed_from(source))
+
+    def computed_from(self, source: Node) -> Iterator[Node]:
+        """The calls that a value made by `source` reaches, in order."""
         tainted = {self.groups[slot] for slot, _ in source.outputs}
         for node in self.nodes[self.nodes.index(source) + 1 :]:
             if tainted & {self.groups[slot] for slot in node.reads}:
-                if id(node) in wanted:
-                    return True
+                yield node
                 tainted |= {self.groups[slot] for slot, _ in node.outputs} | node.mutates
-        return False
