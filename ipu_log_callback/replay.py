@@ -118,6 +118,7 @@ class Replay:
         for is_float, group in ((True, wire.floats), (False, wire.integers)):
             self._columns.update({a.index: (is_float, n) for n, a in enumerate(group)})
         self._single_float = len(wire.floats) == 1
+        self._sums_arrive = geometry.micro_batches_per_result > 1
         self._logged = [
             (event, self._options_of(event), self._column_of(event), self._fixed_value_of(event))
             for event in record.logged
@@ -229,9 +230,15 @@ class Replay:
             return returned.tensors if self._single_float else returned.tensors[0].unbind(0)
         if is_float and self._single_float:
             # one key alone: two views less, 5 us
-            return (self._reduce(returned.tensors[0], reduction),)
-        block = returned.floats if is_float else returned.integers
-        return self._reduce(block, reduction).unbind(0)
+            return (self._reduced_floats(returned.tensors[0], reduction),)
+        if is_float:
+            return self._reduced_floats(returned.floats, reduction).unbind(0)
+        return self._reduce(returned.integers, reduction).unbind(0)
+
+    def _reduced_floats(self, block: torch.Tensor, reduction: str) -> torch.Tensor:
+        if reduction == "mean" and not self._sums_arrive:
+            return block.mean(0)  # float32, however many rows: nothing that `_reduce` looks at
+        return self._reduce(block, reduction)
 
     def _reduce(self, values: torch.Tensor, reduction: str) -> torch.Tensor:
         """Reduce `[results, ...]` over dimension 0."""
