@@ -10,7 +10,7 @@ import tracemalloc
 import warnings
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import pytorch_lightning as pl
 import torch
@@ -27,9 +27,10 @@ from .steps import (
     Silent,
     Stopwatch,
     callback_seconds,
+    device_apart,
     emulated,
     fit,
-    host_seconds,
+    host_laps,
     seconds_after_execution,
 )
 
@@ -70,20 +71,15 @@ class Row:
 def host_time(quick: bool) -> List[Row]:
     """1: host time per execution that logging takes, the callback's against its peers'."""
     rows: List[Row] = []
-    executions, repetitions = (30, 1) if quick else (150, 5)
     for keys in (1, 10, 100):
-        # round after round, so that a slow moment of the machine meets every peer
-        seconds: Dict[Any, List[float]] = {}
-        for _ in range(repetitions):
-            for peer in PEERS:
-                for iterations in (1, 16) if emulated(peer) else (1,):
-                    seconds.setdefault((peer, iterations), []).append(
-                        host_seconds(peer, keys, iterations, executions)
-                    )
-        at = {case: median(values) for case, values in seconds.items()}
+        label = f"{keys} key{'s' if keys > 1 else ''}"
+        with device_apart():
+            peers = [peer for peer in PEERS if peer != "(a) after an execution"]
+            cases = [(peer, n) for peer in peers for n in ((1, 16) if emulated(peer) else (1,))]
+            at, whole = _host_seconds(cases, keys, quick)
         plain = at["(a) self.log on CPU", 1]
         callback, many = at["callback", 1], at["callback", 16]
-        label = f"{keys} key{'s' if keys > 1 else ''}"
+        silent = "(d) no logging"
         rows += [
             Row(f"{label}: (a) self.log on CPU, per batch", plain * 1e6, "us"),
             Row(f"{label}: (b) dict, log in hook", at["(b) dict, log in hook", 1] * 1e6, "us"),
@@ -92,25 +88,37 @@ def host_time(quick: bool) -> List[Row]:
             Row(f"{label}: callback / (a)", callback / plain, wanted=1.1),
             Row(f"{label}: callback, 16 iterations / 1 iteration", many / callback, wanted=1.2),
             Row(f"{label}: callback, 16 iterations / 16 x (a)", many / (16 * plain), wanted=0.1),
-            *(
-                Row(
-                    f"{label}: callback / (a) after an execution of {iterations}",
-                    at["callback", iterations] / at["(a) after an execution", iterations],
-                    wanted=wanted,
-                )
-                for iterations, wanted in ((1, 1.1), (16, 1.2))
-            ),
         ]
-        if keys >= 10:
-            for iterations in (1, 16):
-                rows.append(
-                    Row(
-                        f"{label}: callback / (b), {iterations} iterations",
-                        at["callback", iterations] / at["(b) dict, log in hook", iterations],
-                        wanted=1.0,
-                    )
-                )
+        for n in (1, 16):
+            plural = "s" if n > 1 else ""
+            if keys >= 10:
+                ratio = at["callback", n] / at["(b) dict, log in hook", n]
+                rows.append(Row(f"{label}: callback / (b), {n} iteration{plural}", ratio, "", 1.0))
+            more = (whole["callback", n] - whole[silent, n]) * 1e6
+            rows.append(
+                Row(f"{label}: whole host time beyond (d), {n} iteration{plural}", more, "us")
+            )
+        # the same on a core that computed the micro-batches: both take longer there
+        cases = [(peer, n) for peer in ("callback", "(a) after an execution") for n in (1, 16)]
+        at, _ = _host_seconds(cases, keys, quick)
+        for n, place in ((1, "a micro-batch"), (16, "16 micro-batches")):
+            ratio = at["callback", n] / at["(a) after an execution", n]
+            rows.append(Row(f"{label}: callback / (a), both after {place} on the same core", ratio))
     return rows
+
+
+def _host_seconds(cases: List[Any], keys: int, quick: bool) -> Tuple[Dict[Any, float], ...]:
+    """Medians of what logging takes, and of everything, for pairs of a peer and iterations."""
+    executions, repetitions = (30, 1) if quick else (150, 5)
+    watches: Dict[Any, List[Stopwatch]] = {case: [] for case in cases}
+    # round after round, so that a slow moment of the machine meets every peer
+    for _ in range(repetitions):
+        for (peer, iterations), found in watches.items():
+            found.append(host_laps(peer, keys, iterations, executions))
+    return (
+        {case: median(watch.median for watch in found) for case, found in watches.items()},
+        {case: median(watch.whole_median for watch in found) for case, found in watches.items()},
+    )
 
 
 def _counted(module: pl.LightningModule, callbacks: List[Any], iterations: int) -> Any:
@@ -213,7 +221,7 @@ def scaling(quick: bool) -> List[Row]:
     half = len(watch.laps) // 2
     early, late = median(watch.laps[10:half]), median(watch.laps[half:])
     traced = (growth.traced[1] - growth.traced[0]) / executions
-    per_key = {n: host_seconds("callback", n, 1, 100) for n in (50, 500)}
+    per_key = {n: host_laps("callback", n, 1, 100).median for n in (50, 500)}
     return [
         Row(f"{executions} executions: late / early host time", late / early, wanted=1.1),
         Row(f"{executions} executions: traced growth per execution", traced, "B", 8),
