@@ -119,6 +119,7 @@ class Replay:
             self._columns.update({a.index: (is_float, n) for n, a in enumerate(group)})
         self._single_float = len(wire.floats) == 1
         self._sums_arrive = geometry.micro_batches_per_result > 1
+        self._means_of_few = not self._sums_arrive and geometry.results <= 64
         self._logged = [
             (event, self._options_of(event), self._column_of(event), self._fixed_value_of(event))
             for event in record.logged
@@ -230,6 +231,10 @@ class Replay:
             return returned.tensors if self._single_float else returned.tensors[0].unbind(0)
         if is_float and self._single_float:
             # one key alone: two views less, 5 us
+            if self._means_of_few and reduction == "mean":
+                # right after an execution `Tensor.mean` takes 18 us, this and a new tensor 8 us
+                numbers = returned.tensors[0].tolist()
+                return (sum(numbers) / len(numbers),)
             return (self._reduced_floats(returned.tensors[0], reduction),)
         if is_float:
             return self._reduced_floats(returned.floats, reduction).unbind(0)
