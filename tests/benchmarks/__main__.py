@@ -7,6 +7,7 @@ host time and traffic.
 
 import argparse
 import json
+import logging
 import platform
 import sys
 from pathlib import Path
@@ -35,6 +36,8 @@ def main(argv: Optional[Sequence[str]] = None) -> List[Row]:
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     emulator.install()
+    # what it says of each of some hundred runs
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     from .measures import MEASURES
 
     rows: List[Row] = []

@@ -36,6 +36,8 @@ from .steps import (
 
 __all__ = ["MEASURES", "Row"]
 
+KEYS = {1: "1 key", 10: "10 keys", 100: "100 keys"}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -71,8 +73,7 @@ class Row:
 def host_time(quick: bool) -> List[Row]:
     """1: host time per execution that logging takes, the callback's against its peers'."""
     rows: List[Row] = []
-    for keys in (1, 10, 100):
-        label = f"{keys} key{'s' if keys > 1 else ''}"
+    for keys, label in KEYS.items():
         with device_apart():
             peers = [peer for peer in PEERS if peer != "(a) after an execution"]
             cases = [(peer, n) for peer in peers for n in ((1, 16) if emulated(peer) else (1,))]
@@ -130,7 +131,7 @@ def _counted(module: pl.LightningModule, callbacks: List[Any], iterations: int) 
 def wire(quick: bool) -> List[Row]:
     """2 and 3: output tensors, bytes, compilations and weight copies that logging adds."""
     rows = []
-    for keys in (1, 10, 100):
+    for keys, label in KEYS.items():
         disabled = [IPULogCallback(enabled=False)]
         none = _counted(Silent(keys, Stopwatch()), disabled, 16)
         ours = _counted(InStep(keys, Stopwatch()), [IPULogCallback("*")], 16)
@@ -138,18 +139,18 @@ def wire(quick: bool) -> List[Row]:
         extra = ours.last_output_bytes - none.last_output_bytes
         rows += [
             Row(
-                f"{keys} keys: output tensors added",
+                f"{label}: output tensors added",
                 ours.last_output_tensors - none.last_output_tensors,
                 wanted=1,
             ),
             Row(
-                f"{keys} keys: output tensors added by (b)",
+                f"{label}: output tensors added by (b)",
                 theirs.last_output_tensors - none.last_output_tensors,
             ),
-            Row(f"{keys} keys: bytes added per key and micro-batch", extra / keys / 16, "B", 4),
-            Row(f"{keys} keys: compilations added", ours.compiles - none.compiles, wanted=0),
+            Row(f"{label}: bytes added per key and micro-batch", extra / keys / 16, "B", 4),
+            Row(f"{label}: compilations added", ours.compiles - none.compiles, wanted=0),
             Row(
-                f"{keys} keys: implicit weight copies added",
+                f"{label}: implicit weight copies added",
                 ours.implicit_copies_to_host - none.implicit_copies_to_host,
                 wanted=0,
             ),
@@ -224,7 +225,8 @@ def scaling(quick: bool) -> List[Row]:
     per_key = {n: host_laps("callback", n, 1, 100).median for n in (50, 500)}
     return [
         Row(f"{executions} executions: late / early host time", late / early, wanted=1.1),
-        Row(f"{executions} executions: traced growth per execution", traced, "B", 8),
+        # 8 bytes are each of the two figures that the stopwatch keeps of a lap
+        Row(f"{executions} executions: traced growth per execution", traced, "B", 16),
         Row(
             f"{executions} executions: growth of resident memory",
             (growth.resident[1] - growth.resident[0]) / 1024,
