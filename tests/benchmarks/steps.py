@@ -7,6 +7,7 @@ from collections import Counter
 from contextlib import contextmanager
 from statistics import median
 from typing import Any, Callable, Dict, Iterator, List
+from unittest import mock
 
 import pytorch_lightning as pl
 import torch
@@ -170,11 +171,8 @@ def received_by(function: Callable[..., Any]) -> Iterator[None]:
     def instead(listener: Any, *args: Any) -> Any:
         return function(received, listener, *args)
 
-    ExecutorListener.received = instead  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(ExecutorListener, "received", instead):
         yield
-    finally:
-        ExecutorListener.received = received  # type: ignore[method-assign]
 
 
 def seconds_after_execution(
@@ -205,20 +203,18 @@ def device_apart() -> Iterator[None]:
     callback's, takes up to three times as long.
     """
     execute = Executable.execute
-    count, answers = Counter(), {}  # type: ignore[var-annotated]  # by executable
+    executions: Counter[Executable] = Counter()
+    answers: Dict[Executable, Any] = {}
 
     def answer(executable: Executable, inputs: Any) -> Any:
-        count[executable] += 1
-        if count[executable] <= 5:
+        executions[executable] += 1
+        if executions[executable] <= 5:
             answers[executable] = execute(executable, inputs)
         outputs, anchored = answers[executable]
-        return [value.clone() for value in outputs], dict(anchored)
+        return [value.clone() for value in outputs], anchored
 
-    Executable.execute = answer  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Executable, "execute", answer):
         yield
-    finally:
-        Executable.execute = execute  # type: ignore[method-assign]
 
 
 def fit(
