@@ -88,8 +88,7 @@ def over_processes(
     if reduction != "mean":
         reduced = _REDUCTIONS[reduction](numbers)
     elif weights is not None and sum(weights) > 0:
-        scale = torch.tensor(weights, dtype=torch.double)
-        reduced = (numbers * scale).sum() / scale.sum()
+        reduced = (numbers.double() * torch.tensor(weights)).sum() / sum(weights)
     else:
         reduced = numbers.double().mean()
     return reduced.to(torch.get_default_dtype()) if reduced.is_floating_point() else reduced

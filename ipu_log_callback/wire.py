@@ -94,8 +94,6 @@ class Returned:
         tensors: The anchored tensors in the wire's order.
     """
 
-    __slots__ = ("_positions", "tensors", "wire")
-
     def __init__(self, wire: Wire, tensors: Sequence[torch.Tensor]) -> None:
         self.wire = wire
         self.tensors = tensors
@@ -134,9 +132,7 @@ class Returned:
         tensor = self._positions[anchored.index]
         if anchored.dtype == torch.bool:
             return tensor.bool()
-        if tensor.is_floating_point() or tensor.dtype == torch.bool:
-            return tensor
-        return tensor.long()
+        return tensor if tensor.is_floating_point() else tensor.long()
 
     def _by_index(self) -> Dict[int, torch.Tensor]:
         wire, found = self.wire, {}

@@ -62,6 +62,16 @@ def test_results_are_counted_as_they_come_back(geometry):
     assert geometry.results == len(expected)
 
 
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_how_much_the_results_tell_of_the_micro_batches(geometry):
+    """One is counted for each micro-batch: a result has those that it sums up."""
+    ones = [torch.ones(1) for _ in range(geometry.micro_batches)]
+    results = returned(ones, geometry.output_mode, geometry.period, geometry.replicas)
+    assert set(results.tolist()) == {geometry.micro_batches_per_result}
+    assert geometry.sees_every_micro_batch == (int(results.sum()) == geometry.micro_batches)
+    assert geometry.sees_each_micro_batch == (len(results) == geometry.micro_batches)
+
+
 def test_everything_comes_back_unless_said_otherwise():
     """Of the counts alone, PopTorch's `All`; of `EveryN` without a period, every one."""
     assert Geometry(2, 3, 2).results == 12

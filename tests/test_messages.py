@@ -346,8 +346,8 @@ ERRORS = [
         r"`self\.log\('largest', \.\.\., reduce_fx='max'\)` in `LogsAMaximum\.validation_step`",
         {
             "where": HERE,
-            "received": r"OutputMode\.Sum",
-            "expected": r"OutputMode\.All",
+            "received": r"^poptorch\.OutputMode\.Sum, with output_mode='keep'$",
+            "expected": r"^poptorch\.OutputMode\.All$",
             "why": "adds the micro-batches up",
             "fix": r"output_mode='auto'",
         },

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torchmetrics as tm
 
 from ipu_log_callback.geometry import Geometry
 from ipu_log_callback.record import (
@@ -13,6 +14,9 @@ from ipu_log_callback.record import (
     LiveValue,
     LoggedCall,
     LoggedCollection,
+    LoggedResults,
+    MetricCall,
+    MetricResult,
     StepRecord,
 )
 from ipu_log_callback.replay import Replay, over_processes, reduction_of
@@ -43,11 +47,12 @@ VALUES = {
 def replayed(calls, tensors, geometry):
     """What one execution logs, `[(name, value, options)]`, and what is `seen` of it.
 
-    `tensors[i]` holds the values of the anchored output `i`, `[micro_batches]`; a value that
-    stands for all micro-batches comes back once.
+    `calls` are `(name, value, options)` of `self.log`, or other events. `tensors[i]` holds the
+    values of the anchored output `i`, `[micro_batches]`; a value that stands for all micro-batches
+    comes back once.
     """
     anchored = [AnchoredOutput(i, (), t.dtype) for i, t in enumerate(tensors)]
-    logged = tuple(LoggedCall(name, value, options, SITE) for name, value, options in calls)
+    events = tuple(LoggedCall(*call, SITE) if isinstance(call, tuple) else call for call in calls)
     rows = [
         pack(None, anchored, {i: t[row] for i, t in enumerate(tensors)}, structured=True)
         for row in range(max([len(t) for t in tensors] or [0]))
@@ -62,7 +67,7 @@ def replayed(calls, tensors, geometry):
     whole = (None, tuple(column.flatten() for column in columns)) if rows else None
     _, returned = wire.unpack(whole, geometry, geometry)
     said, seen = [], []
-    Replay(StepRecord("validation_step", "Net", logged), wire, geometry)(
+    Replay(StepRecord("validation_step", "Net", events), wire, geometry)(
         returned,
         lambda name, value, **options: said.append((name, value, options)),
         None,
@@ -120,14 +125,20 @@ def test_what_the_device_summed_is_a_mean_or_a_sum_of_all_micro_batches(geometry
     assert seen == []
 
 
+NAN = float("nan")
+KEYS = [[1.0, NAN, 3.0], [NAN, NAN, NAN], [2.0, 5.0, 4.0], [2**24 + 1, 2**24 + 3, 2**24 + 5]]
+
+
 @pytest.mark.parametrize("reduce_fx", [builtins.min, builtins.max])
-@pytest.mark.parametrize("values", [[1.0, float("nan"), 3.0], [float("nan")] * 3, [2.0, 5.0, 4.0]])
-def test_pythons_min_and_max_pass_over_nan(values, reduce_fx):
+@pytest.mark.parametrize("keys", [*([key] for key in KEYS), KEYS], ids=str)
+def test_pythons_min_and_max_pass_over_nan(keys, reduce_fx):
     """They do in a CPU run, unlike torch's; only where nothing else is there, NaN it is."""
-    said, _ = replayed([("v", output(0), {"reduce_fx": reduce_fx})], [torch.tensor(values)], ALL[1])
-    numbers = [value for value in values if not math.isnan(value)]
-    expected = reduce_fx(numbers) if numbers else float("nan")
-    assert said[0][1].item() == pytest.approx(expected, nan_ok=True)
+    tensors = [torch.tensor(values) for values in keys]
+    calls = [(str(i), output(i, t.dtype), {"reduce_fx": reduce_fx}) for i, t in enumerate(tensors)]
+    said, _ = replayed(calls, tensors, ALL[1])
+    for values, (_, value, _) in zip(keys, said):
+        expected = reduce_fx([number for number in values if not math.isnan(number)] or [NAN])
+        assert value.item() == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
 
 
 @pytest.mark.parametrize("size", [5, torch.tensor(5)], ids=["int", "host tensor"])
@@ -218,7 +229,8 @@ def test_a_constant_that_came_back_once_counts_for_every_micro_batch():
     assert [values.tolist() for values in seen] == [[1.5] * 4] * 4
 
 
-def test_a_collection_is_logged_whole_and_calls_keep_their_order():
+@pytest.mark.parametrize("geometry", [ALL[1], SUMMED[0]], ids=str)
+def test_a_collection_is_logged_whole_and_calls_keep_their_order(geometry):
     """One `log_dict` with the names that were selected and the call's options."""
     events = (
         LoggedCall("before", 1, {}, SITE),
@@ -226,9 +238,9 @@ def test_a_collection_is_logged_whole_and_calls_keep_their_order():
         LoggedCall("after", 2, {"prog_bar": True}, SITE),
     )
     _, wire = pack(None, [], {}, structured=True)
-    _, returned = wire.unpack(None, ALL[1], ALL[1])
+    _, returned = wire.unpack(None, geometry, geometry)
     said, finished = [], []
-    Replay(StepRecord("validation_step", "Net", events), wire, ALL[1])(
+    Replay(StepRecord("validation_step", "Net", events), wire, geometry)(
         returned,
         lambda name, value, **options: said.append((name, value, options)),
         lambda collection, names, **options: said.append((collection, names, options)),
@@ -236,10 +248,60 @@ def test_a_collection_is_logged_whole_and_calls_keep_their_order():
     )
     assert said == [
         ("before", 1, {}),
-        ("the collection", ("a", "b"), {"on_epoch": True, "batch_size": 6}),
+        (
+            "the collection",
+            ("a", "b"),
+            {"on_epoch": True, "batch_size": 2 * geometry.micro_batches},
+        ),
         ("after", 2, {"prog_bar": True}),
     ]
     assert finished == [3]
+
+
+class MeanAndSquare(tm.MeanMetric):
+    """A user's metric whose value is a dict."""
+
+    def compute(self):
+        mean = super().compute()
+        return {"mean": mean, "square": mean**2}
+
+
+def test_a_dict_that_a_metric_returned_is_logged_entry_by_entry():
+    """Its keys are known on the host only; those that are wanted have the call's options."""
+    options = {"reduce_fx": "sum", "batch_size": 2}
+    events = [
+        MetricCall(MeanAndSquare(), "both", "forward", (output(0),), {}, 0, SITE),
+        LoggedResults(MetricResult(0), {"square"}.__contains__, options, SITE),
+        ("mean of it", MetricResult(0, "mean"), {}),
+    ]
+    said, seen = replayed(events, [torch.tensor([1.0, 2.0, 6.0])], ALL[1])
+    assert said == [("square", 41.0, {**options, "batch_size": 6}), ("mean of it", 3.0, {})]
+    assert [values.tolist() for values in seen] == [[1.0, 2.0, 6.0]]
+
+
+class InHalf(tm.SumMetric):
+    """A user's metric whose value is a half."""
+
+    def compute(self):
+        return super().compute().half()
+
+
+def test_halves_of_a_metric_are_widened():
+    """A CPU run adds them up as float32 too, where they do not overflow."""
+    size = output(1, torch.int32)
+    events = [
+        MetricCall(InHalf(), "sum", "forward", (output(0),), {}, 0, SITE),
+        ("sum", MetricResult(0), {"reduce_fx": "sum"}),
+        ("mean", MetricResult(0), {}),
+        ("weighted", MetricResult(0), {"batch_size": size}),
+    ]
+    tensors = [torch.tensor([60000.0] * 3), torch.tensor([1, 2, 5], dtype=torch.int32)]
+    said, _ = replayed(events, tensors, ALL[1])
+    assert [(name, float(value)) for name, value, _ in said] == [
+        ("sum", 180000.0),
+        ("mean", 60000.0),
+        ("weighted", 60000.0),
+    ]
 
 
 @pytest.mark.parametrize("how", ["mean", "sum", "min", "max"])
@@ -263,6 +325,8 @@ def test_whole_numbers_of_processes_stay_exact(how):
         ([1.0, 4.0], [1, 2], {"reduce_fx": "sum"}, 5.0),
         ([float("nan"), 4.0], None, {"reduce_fx": max}, 4.0),
         ([0.1, 0.1, 0.1], None, {"reduce_fx": "sum"}, 0.3),
+        # a float32 does not hold the first: 0 would be left
+        ([2.0**24 + 1, -(2.0**24)], None, {"reduce_fx": "sum"}, 1.0),
     ],
 )
 def test_numbers_of_processes_are_reduced_as_micro_batches_are(values, weights, options, expected):
