@@ -1,4 +1,4 @@
-"""Say what a module's steps will do differently once they are traced.
+"""Say what a module's steps will do differently once they are compiled.
 
 On an IPU a step's Python runs once, when it is compiled. `check` runs the steps of a
 LightningModule once on the emulator, without training, and reports with file and line what would

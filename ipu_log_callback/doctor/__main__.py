@@ -4,7 +4,8 @@
 [ARG ...]`` would, on the emulator, up to its first `Trainer.fit`, `validate`, `test` or `predict`.
 There the module and one batch of each of its loaders are diagnosed, and the script ends.
 
-Exit code: 1 if something would fail, 0 if nothing would, 2 if there was nothing to diagnose.
+Exit code: 1 if something would fail, 0 if nothing would; where the script ended before there was
+anything to diagnose, 2, or the script's own code if that is not 0.
 """
 
 import functools
@@ -33,7 +34,8 @@ training, and says what its steps will do differently once they are compiled for
 
   --json  write the diagnosis as JSON to stdout; what the script writes goes to stderr
 
-exit code: 1 if something would fail, 0 if nothing would, 2 if there was nothing to diagnose"""
+exit code: 1 if something would fail, 0 if nothing would; 2, or the script's own if that is not 0,
+if the script ended before there was anything to diagnose"""
 
 #: Arguments of `Trainer` that name hardware, in any version.
 _OF_THE_MACHINE = frozenset(

@@ -33,7 +33,7 @@ class Diagnosis(NamedTuple):
     Attributes:
         module: Class name of the LightningModule.
         steps: The steps that were run.
-        findings: What behaves differently once traced; first what fails, then in order of lines.
+        findings: What behaves differently once compiled; first what fails, then in order of lines.
         notes: What could not be diagnosed, and why.
     """
 
@@ -54,7 +54,8 @@ class Diagnosis(NamedTuple):
         differing = len(self.findings) - failing
         steps = ", ".join(self.steps) or "no step"
         if not self.findings:
-            return f"{self.module}: nothing found that behaves differently once traced, in {steps}"
+            found = "nothing found that behaves differently once compiled"
+            return f"{self.module}: {found}, in {steps}"
         counts = [f"{failing} would fail"] * bool(failing)
         counts += [f"{differing} would behave differently"] * bool(differing)
         return f"{self.module}: {', '.join(counts)}, in {steps}"
@@ -82,7 +83,7 @@ class Diagnosis(NamedTuple):
 
 
 def check(module: Any, batch: Any, *, steps: Sequence[str] = ()) -> Diagnosis:
-    """Run the steps of a module once on the emulator and say what tracing would change.
+    """Run the steps of a module once on the emulator and say what compilation would change.
 
     Nothing is trained, and the module is left as it was.
 
@@ -96,7 +97,7 @@ def check(module: Any, batch: Any, *, steps: Sequence[str] = ()) -> Diagnosis:
 
     Example:
         >>> print(doctor.check(LitNet(), next(iter(loader))))  # doctest: +SKIP
-        LitNet: nothing found that behaves differently once traced, in training_step
+        LitNet: nothing found that behaves differently once compiled, in training_step
     """
     chosen = tuple(steps) or _own_steps(module)
     return diagnose(module, {step: [Batch(batch, 0)] for step in chosen}, shared_batch=not steps)

@@ -16,7 +16,7 @@ class Kind(NamedTuple):
     """One kind of finding.
 
     Attributes:
-        fails: Whether the step fails once traced; otherwise it runs and behaves differently.
+        fails: Whether the step fails once compiled; otherwise it runs and behaves differently.
         says: What the code does, to follow the code in the headline.
         why: Why that is different in a compiled step.
         fix: What to type instead.
@@ -284,7 +284,7 @@ KINDS: Dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that behaves differently once its step is traced.
+    """One thing that behaves differently once its step is compiled.
 
     Args:
         kind: A key of `KINDS`.

@@ -58,7 +58,7 @@ def test_a_clean_script_gives_one_line_and_exit_code_zero(doctor):
     code, out, err = doctor(SCRIPT, *NAMESPACE)
     assert code == 0
     assert out == (
-        "Net: nothing found that behaves differently once traced, "
+        "Net: nothing found that behaves differently once compiled, "
         "in training_step, validation_step\n"
     )
     assert "arguments: 1" in err

@@ -1,4 +1,4 @@
-"""The doctor on modules that behave differently once traced, one fault or kind of fault each."""
+"""The doctor on modules that behave differently once compiled, one fault or kind of fault each."""
 
 import inspect
 import re
