@@ -32,8 +32,8 @@ def anchor(
     to the host, as `[results, *tensor.shape]` in the order `[iterations, accumulation, replicas]`,
     replicas innermost; all micro-batches are results under `poptorch.OutputMode.All`, which
     `IPULogCallback` sets as soon as anything is selected there (`output_mode="all"` sets it in any
-    case). Other callbacks find it in `outputs` as well when the step returns a dict. Anywhere
-    else the value is simply stored, as it is now.
+    case). When the step returns a dict, other callbacks find it in `outputs` as well, where its
+    name is free. Anywhere else the value is simply stored, as it is now.
 
     Args:
         name: Where to store it. One name for one tensor in a step.

@@ -48,9 +48,15 @@ def check_key(name: Any, step: str, site: CallSite) -> None:
                 why="batch_idx and dataloader_idx are tensors in a compiled step, whose "
                 "Python runs only once",
                 fix="leave the index out: Lightning appends `/dataloader_idx_N` itself,\n"
-                "or log that key in `on_validation_batch_end`, where the index is an int",
+                f"or log that key in `{_batch_end_of(step)}`, where the index is an int",
             )
         )
+
+
+def _batch_end_of(step: str) -> str:
+    """The hook that follows a step, such as `LitNet.training_step`."""
+    name = step.rpartition(".")[2].replace("training", "train")
+    return f"on_{name.replace('_step', '_batch_end')}"
 
 
 def check_one_number(name: str, value: torch.Tensor, step: str, site: CallSite) -> None:

@@ -76,13 +76,15 @@ class IPULogCallback(_compat.Callback):
             and `self.log_dict`, attribute paths of torchmetrics objects. Nothing is anchored
             unless selected; each scalar costs 4 bytes per micro-batch, and all of a step travel
             in one tensor. What is logged and not selected is listed in one warning a run.
-        enabled: False makes every `self.log` in a compiled step a silent no-op.
+        enabled: False makes every `self.log` in a compiled step a silent no-op; nothing is
+            anchored, whatever else is asked for.
         output_mode: `"auto"` has every micro-batch returned, whatever output mode the strategy's
             `poptorch.Options` have, so that values are exact; hooks still see the step's outputs as
             those options promise. It does so where something is selected; `"all"` in any case,
-            for steps that only call `anchor`. `"keep"` leaves the options alone.
+            for steps that only call `anchor`. `"keep"` leaves the options alone: what is logged
+            tells of the micro-batches that come back.
         history: True, or how many executions of each step to keep in `history`, micro-batch by
-            micro-batch; True keeps the last 10 000.
+            micro-batch; True keeps the last 10,000.
         gradients: Names or globs of parameters, as `named_parameters()` of the module gives them,
             whose gradients are anchored. The gradient is that of a weight update: averaged or
             summed over accumulation and replicas as `poptorch.Options` say, without loss scaling,
@@ -129,8 +131,8 @@ class IPULogCallback(_compat.Callback):
         KeySelectionError: `keys`, or another argument that takes names, is not a str or a sequence
             of str or has an empty or a double entry; an argument has an unknown value; in the
             strategy's setup, a glob matches nothing.
-        CallbackSetupError: In `setup`: a second `IPULogCallback`, or a trainer of the other
-            Lightning distribution.
+        CallbackSetupError: In `setup`: a second `IPULogCallback`, a trainer of the other Lightning
+            distribution, or a run in another thread that is under way.
 
     Example:
         >>> IPULogCallback(keys=["train_loss", "val_*"])
@@ -208,7 +210,7 @@ class IPULogCallback(_compat.Callback):
         return f"<p><code>{escape(repr(self))}</code></p>{self.captured._repr_html_()}"
 
     def plot(self, *keys: str) -> "Figure":
-        """Draw what the history holds: micro-batch values faint, executions and epochs solid.
+        """Draw what the history holds: executions as lines, micro-batches faint, epochs marked.
 
         Args:
             *keys: Which keys; none for all. Keys that differ in the step's name only
@@ -362,14 +364,13 @@ def _check_namespace(trainer: Any) -> None:
 def _check_alone(callback: IPULogCallback, trainer: Any) -> None:
     others = [c for c in trainer.callbacks if isinstance(c, IPULogCallback) and c is not callback]
     if others:
+        keys = {key: None for c in [callback, *others] for key in parse_names(c.keys, "keys")}
         raise CallbackSetupError(
             report(
                 f"the trainer has {len(others) + 1} `IPULogCallback`s, expected one",
                 received=", ".join(map(repr, [callback, *others])),
                 expected="one, with the keys of all of them",
                 why="each would replay every logged call",
-                fix=f"IPULogCallback(keys={[*callback.keys, *others[0].keys]!r})"
-                if not isinstance(callback.keys, str) and not isinstance(others[0].keys, str)
-                else "one IPULogCallback with all keys",
+                fix=f"IPULogCallback(keys={list(keys)!r})",
             )
         )

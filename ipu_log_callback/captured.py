@@ -7,7 +7,7 @@ executors.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Dict, Iterator, Mapping, Tuple
 
-from .errors import UnknownKeyError, bytes_text, names_text, report
+from .errors import UnknownKeyError, bytes_text, counted, names_text, report
 from .tables import Table
 
 if TYPE_CHECKING:
@@ -22,9 +22,10 @@ class CapturedCall:
 
     Args:
         key: The key of `self.log`, the attribute path of a metric, or the name of an anchor.
-        call: What was called, e.g. `"self.log"`.
+        call: What was called, e.g. `"self.log"`; `"activation"` for a submodule's output.
         value: What it was given, e.g. `"float32 []"` for a tensor of the device.
-        options: The options that the user passed, as typed.
+        options: The options that differ from Lightning's defaults, as typed; of an anchor, to what
+            it was reduced.
         bytes: What its tensors add to one execution; a tensor that an earlier call has brought to
             the host already adds nothing.
         site: Where in the user's file.
@@ -60,7 +61,7 @@ class CapturedStep:
 
     @property
     def bytes(self) -> int:
-        """Bytes that anchoring adds to one execution."""
+        """Bytes that the calls' tensors add to one execution; `callback.cost` has the rest too."""
         return sum(call.bytes for call in self.calls)
 
     def __str__(self) -> str:
@@ -82,9 +83,12 @@ class CapturedStep:
             )
             for call in self.calls
         ]
+        told = (
+            f"{counted(len(rows), 'call')}, {bytes_text(self.bytes)} per execution in "
+            f"{counted(self.outputs, 'output tensor')} of {counted(self.results, 'result')}"
+        )
         return Table(
-            f"{self.owner}.{self.step}: {len(rows)} calls, {bytes_text(self.bytes)} per execution "
-            f"in {self.outputs} output tensors of {self.results} results",
+            f"{self.owner}.{self.step}: {told if rows else 'no calls'}",
             ("key", "call", "value", "options", ">per execution", "where"),
             rows,
             f"logged and not selected: {names_text(self.dropped)}" if self.dropped else "",

@@ -1,9 +1,11 @@
 """A step record, described: what `callback.captured` keeps of it."""
 
+import inspect
 from typing import Any, List, Mapping, Set
 
 import torch
 
+from . import _compat
 from .captured import CapturedCall, CapturedStep
 from .errors import shortened
 from .metrics import is_metric
@@ -22,6 +24,11 @@ from .record import (
 )
 
 __all__ = ["captured_step"]
+
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(_compat.LightningModule.log).parameters.items()
+}
 
 
 def captured_step(record: StepRecord, results: int, outputs: int) -> CapturedStep:
@@ -62,8 +69,13 @@ def _described(event: Event, size: int) -> CapturedCall:
 
 
 def _described_anchor(event: AnchoredCall, size: int) -> CapturedCall:
-    options = ", ".join(event.statistics) + (f"{len(event.edges) - 1} bins" if event.edges else "")
-    return CapturedCall(event.name, event.kind, _value_text(event.value), options, size, event.site)
+    call = "anchor" if event.kind == "anchored" else event.kind
+    value, options = _value_text(event.value), ", ".join(event.statistics)
+    if event.statistics:
+        value = f"{len(event.statistics)} of {_value_text(event.value[0])}"
+    elif event.edges:
+        options = f"{len(event.edges) - 1} bins"
+    return CapturedCall(event.name, call, value, options, size, event.site)
 
 
 def _value_text(value: Any) -> str:
@@ -85,9 +97,17 @@ def _value_text(value: Any) -> str:
 
 
 def _options_text(options: Mapping[str, Any]) -> str:
+    """The options as typed; Lightning's own `log_dict` hands on all that it has, defaults too."""
+
     def text(value: Any) -> str:
         if isinstance(value, AnchoredOutput):
             return "tensor"
         return getattr(value, "__name__", None) or shortened(repr(value), 30)
 
-    return ", ".join(f"{name}={text(value)}" for name, value in options.items())
+    def is_default(name: str, value: Any) -> bool:
+        default = _DEFAULTS.get(name, inspect.Parameter.empty)
+        return type(value) is type(default) and bool(value == default)
+
+    return ", ".join(
+        f"{name}={text(value)}" for name, value in options.items() if not is_default(name, value)
+    )

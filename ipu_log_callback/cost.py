@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
-from .errors import bytes_text, shortened
+from .errors import bytes_text, counted, shortened
 from .tables import Table
 
 __all__ = ["Cost", "CostEntry"]
@@ -16,11 +16,13 @@ class CostEntry:
     Args:
         step: The step.
         name: A key, a metric's path, or the name of an anchored tensor; several that share one
-            tensor are joined.
+            tensor are joined. One entry may be for the step's own outputs: what it takes to get
+            every micro-batch of them.
         shape: Shape of one result, if known.
-        dtype: Its dtype.
+        dtype: Its dtype; empty for the step's own outputs.
         bytes: Bytes that travel to the host in one execution; `None` until a first execution tells.
-        streams: Output streams of its own; 0 for scalars, which share one.
+        streams: Output streams of its own; 0 for scalars, which share one for each kind of number,
+            and for the step's own outputs, which have theirs in any case.
     """
 
     step: str
@@ -94,10 +96,10 @@ class Cost:
 
     def __repr__(self) -> str:
         total = bytes_text(self.bytes_per_execution())
-        return f"<Cost of {len(self.entries)} anchored things: {total} per execution>"
+        return f"<Cost of {counted(len(self.entries), 'anchored thing')}: {total} per execution>"
 
     def _repr_html_(self) -> str:
-        return self._table()._repr_html_()
+        return self._table()._repr_html_() if self.entries else f"<p>{self}</p>"
 
     def _table(self) -> Table:
         return Table(f"anchored: {len(self)}", _TITLES, self._rows(), "\n".join(self._totals()))
@@ -107,11 +109,11 @@ class Cost:
             (
                 entry.step,
                 shortened(entry.name, 60),
-                "?" if entry.shape is None else str(list(entry.shape)),
-                entry.dtype,
+                _shape_text(entry),
+                entry.dtype or "-",
                 "?" if entry.bytes is None else f"{entry.bytes:,}",
                 f"{self.share(entry):.1%}",
-                str(entry.streams) if entry.streams else "shared",
+                str(entry.streams) if entry.streams or not entry.dtype else "shared",
             )
             for entry in sorted(self.entries, key=lambda e: (e.step, -(e.bytes or 0)))
         ]
@@ -119,9 +121,15 @@ class Cost:
     def _totals(self) -> List[str]:
         return [
             f"{step}: {self.bytes_per_execution(step):,} bytes per execution, "
-            f"{self.extra_streams(step)} extra output streams"
+            f"{counted(self.extra_streams(step), 'extra output stream')}"
             for step in sorted(self.steps)
         ]
+
+
+def _shape_text(entry: CostEntry) -> str:
+    if entry.shape is not None:
+        return str(list(entry.shape))
+    return "?" if entry.dtype else "-"
 
 
 _TITLES = ("step", "anchored", "shape", "dtype", ">bytes per execution", ">share", ">streams")

@@ -27,6 +27,7 @@ __all__ = [
     "UnknownKeyError",
     "UnknownTensorError",
     "bytes_text",
+    "counted",
     "describe_value",
     "names_text",
     "report",
@@ -131,11 +132,17 @@ def report(headline: str, **rows: str) -> str:
 
 
 def warn(message: str, site: "Optional[CallSite]" = None) -> None:
-    """Give a warning of this package; it points at the user's line where one is known."""
+    """Give a warning of this package.
+
+    Args:
+        message: Its text.
+        site: The user's line that it points at; the one that is running by default.
+    """
     if site is None:
-        warnings.warn(message, IPULogWarning, stacklevel=3)
-    else:
-        warnings.warn_explicit(message, IPULogWarning, site.file, site.line)
+        from .call_site import call_site
+
+        site = call_site()
+    warnings.warn_explicit(message, IPULogWarning, site.file, site.line)
 
 
 def describe_value(value: Any) -> str:
@@ -157,13 +164,18 @@ def names_text(names: Iterable[str], limit: int = 8, width: int = 60) -> str:
     return text + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
+def counted(count: int, noun: str) -> str:
+    """Say how many there are of something, e.g. `1 key` or `2 keys`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def bytes_text(count: Optional[int]) -> str:
     """Say a number of bytes as a person would, e.g. `64 B` or `3.8 MB`."""
     if count is None:
         return "unknown"
     size = float(count)
     for unit in ("B", "kB", "MB"):
-        if size < 1000:
+        if size < 999.5:  # three digits of more are "1e+03"
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} GB"

@@ -18,6 +18,7 @@ from .errors import (
     KeySelectionError,
     MissingExtraError,
     UnknownKeyError,
+    counted,
     names_text,
     report,
 )
@@ -65,7 +66,7 @@ class History(Mapping[str, List[HistoryEntry]]):
     """Key to entries, oldest first.
 
     Args:
-        keep: How many executions of each step to keep; True for the last 10 000, False for none.
+        keep: How many executions of each step to keep; True for the last 10,000, False for none.
 
     Raises:
         KeySelectionError: `keep` is neither a bool nor a positive int.
@@ -226,12 +227,14 @@ class History(Mapping[str, List[HistoryEntry]]):
                 )
             )
         columns = ("key", "step", ">executions", ">micro-batches", ">epochs", ">last value")
-        return Table(f"history of {len(rows)} keys", columns, rows, self._note())
+        return Table(f"history of {counted(len(rows), 'key')}", columns, rows, self._note())
 
     def _note(self) -> str:
         if not self.keep:
             return "off: IPULogCallback(..., history=True) keeps what is replayed"
-        return f"the last {self.keep} executions of each step are kept"
+        if self.keep == 1:
+            return "the last execution of each step is kept"
+        return f"the last {self.keep:,} executions of each step are kept"
 
     def _unknown(self, key: str) -> UnknownKeyError:
         known = list(self)

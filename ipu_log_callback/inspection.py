@@ -16,7 +16,7 @@ from .activations import Activations
 from .capture import Capture
 from .cost import CostEntry
 from .cost_entries import anchored_entries, dtype_text, own_output_entry
-from .errors import bytes_text, report, warn
+from .errors import bytes_text, counted, report, warn
 from .histograms import HistogramLogger
 from .inspection_settings import InspectionSettings
 from .measurement import log_device_latencies
@@ -148,12 +148,11 @@ class Inspector:
         total, largest = cost.bytes_per_execution(step), cost.largest(step)
         count = sum(entry.step == step for entry in cost)
         _LOGGER.info(
-            "%s: %d anchored things bring %s to the host per execution, in %d extra output "
-            "streams; the largest is '%s' (%s)",
+            "%s: %s to the host per execution for %s, in %s; the largest is '%s' (%s)",
             step,
-            count,
             bytes_text(total),
-            cost.extra_streams(step),
+            counted(count, "anchored thing"),
+            counted(cost.extra_streams(step), "extra output stream"),
             largest.name,
             bytes_text(largest.bytes),
         )

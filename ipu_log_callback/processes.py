@@ -104,7 +104,7 @@ class Processes:
                 report(
                     f"the torchmetrics objects of `{step}` hold this process's own share, "
                     f"1 of {self.count}",
-                    received=self._obstacle or f"MPI knows of {self._known_to_mpi} processes",
+                    received=self._obstacle or f"MPI knows of {self._known_to_mpi}",
                     fix="pip install 'ipu-log-callback[mpi]', and start with poprun or mpirun",
                 ),
                 call.site,

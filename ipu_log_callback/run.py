@@ -16,6 +16,7 @@ from .errors import (
     LIGHTNING_ISSUE,
     CallbackSetupError,
     bytes_text,
+    counted,
     names_text,
     report,
     warn,
@@ -156,7 +157,9 @@ class Run:
         """Say once what was logged and not selected, and what was selected and never logged."""
         self._warn_of_dropped()
         self._inspector.tell()
-        ran = any(listener.record is not None for listener in self.listeners)
+        # in `predict_step` Lightning has no `self.log`
+        steps = {listener.record.step for listener in self.listeners if listener.record}
+        ran = bool(steps - {"predict_step"})
         for pattern, nearest in self._selection.unmatched() if ran else ():
             warn(
                 report(
@@ -314,11 +317,12 @@ class Run:
             return
         self._tell_dropped = False
         sites = [d.site for h in self.listeners if h.record for d in h.record.dropped]
-        shown = ", ".join(f'"{name}"' for name in keys[:8]) if len(keys) <= 8 else '"*"'
+        selected = (*self._selection.patterns, *keys) if len(keys) <= 8 else ("*",)
+        shown = ", ".join(f'"{name}"' for name in selected)
         warn(
             report(
-                f"{len(keys)} keys of `self.log` were not anchored and so not logged: "
-                f"{names_text(keys)}",
+                f"{counted(len(keys), 'key')} of `self.log` {'was' if len(keys) == 1 else 'were'} "
+                f"not anchored and so not logged: {names_text(keys)}",
                 dropped="\n".join(rows),
                 cost=f"{bytes_text(total)} per execution would travel to the host",
                 why="a compiled step runs its Python once; only anchored tensors come back "

@@ -6,6 +6,7 @@ aligned row per question: where, what came, what was wanted, why it matters, wha
 """
 
 import re
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, Callable, Dict
 
@@ -16,6 +17,8 @@ from parity.bench import DEFAULT, Net, Run, Setting, fit, observe, pl, validate_
 from torchmetrics import MeanMetric
 
 from ipu_log_callback import IPULogCallback, IPULogError, anchor, errors
+from ipu_log_callback.call_checks import check_key
+from ipu_log_callback.record import CallSite
 
 ROWS = ("where", "received", "expected", "why", "fix")
 
@@ -382,7 +385,7 @@ ERRORS = [
             "received": r"IPULogCallback\(keys=\['\w+'\]\)",
             "expected": "one",
             "why": "replay",
-            "fix": r"IPULogCallback\(keys=\[",
+            "fix": r"IPULogCallback\(keys=\['(loss', 'other|other', 'loss)'\]\)",
         },
     ),
     Case(
@@ -577,8 +580,85 @@ def test_the_users_own_exception_passes_unchanged():
 
 @pytest.mark.parametrize(
     ("count", "told"),
-    [(64, "64 B"), (3800, "3.8 kB"), (3.8e6, "3.8 MB"), (2.5e9, "2.5 GB"), (None, "unknown")],
+    [
+        *((64, "64 B"), (3800, "3.8 kB"), (3.8e6, "3.8 MB"), (2.5e9, "2.5 GB"), (None, "unknown")),
+        *((999, "999 B"), (999_400, "999 kB"), (999_600, "1 MB"), (1_000_000, "1 MB")),
+    ],
 )
 def test_sizes_are_told_in_the_largest_unit_that_fits(count, told):
     """Three digits of it."""
     assert errors.bytes_text(count) == told
+
+
+@pytest.mark.parametrize(("count", "told"), [(0, "0 keys"), (1, "1 key"), (2, "2 keys")])
+def test_one_thing_is_told_in_the_singular(count, told):
+    """Whatever is counted in a message."""
+    assert errors.counted(count, "key") == told
+
+
+def warnings_of(program, keys, module=Net):
+    """This package's warnings in a run."""
+    told = []
+
+    def watched(run):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            program(run)
+        told.extend(warning for warning in caught if warning.category is errors.IPULogWarning)
+
+    observe(True, module, watched, Setting(keys=keys))
+    return told
+
+
+def test_what_was_dropped_is_told_with_the_line_to_type():
+    """What is told to type selects what is selected already, and what was dropped."""
+
+    class Two(Net):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_mean", batch[0].mean())
+            self.log("low", batch[0].min())
+
+    (dropped,) = warnings_of(validate_only, ["val_*"], Two)
+    headline = str(dropped.message).splitlines()[0]
+    assert headline == "1 key of `self.log` was not anchored and so not logged: 'low'"
+    assert 'IPULogCallback(keys=["val_*", "low"])' in str(dropped.message)
+    assert dropped.filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("step", "hook"),
+    [("training_step", "on_train_batch_end"), ("test_step", "on_test_batch_end")],
+)
+def test_the_hook_that_is_told_follows_the_step(step, hook):
+    """Where the index is an int depends on the step that was given a tensor."""
+    with pytest.raises(IPULogError, match=f"`{hook}`"):
+        check_key("l_tensor(1)", f"Net.{step}", CallSite(__file__, 1))
+
+
+def test_a_pattern_that_selects_nothing_is_told_at_the_users_line():
+    """The warning points at the call that ran the trainer, not into the package."""
+
+    class One(Net):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_mean", batch[0].mean())
+
+    def program(run):
+        run.trainer().validate(run.module, run.loader(), verbose=False)
+
+    (nothing,) = warnings_of(program, ["val_*", "val_maen"], One)
+    assert "'val_maen'" in str(nothing.message).splitlines()[0]
+    assert "nearest  'val_mean'" in str(nothing.message)
+    assert nothing.filename == __file__
+
+
+def test_a_prediction_has_nothing_to_select():
+    """In `predict_step` Lightning has no `self.log`: keys for other steps are no fault."""
+
+    class Predicts(Net):
+        def predict_step(self, batch, batch_idx, dataloader_idx=0):
+            return batch[0] * 2
+
+    def program(run):
+        run.trainer().predict(run.module, run.loader())
+
+    assert warnings_of(program, ["val_*"], Predicts) == []

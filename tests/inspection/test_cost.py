@@ -26,6 +26,15 @@ class Busy(Net):
         return {"loss": loss, "hidden_too": hidden, "classes": y}
 
 
+class LogsItsLoss(Net):
+    """Logs what it returns."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+
 def counted(callback, counts=ONE, edit=None, net=Busy):
     """Bytes and output tensors of an execution, by the emulator."""
     from ipu_log_callback import emulator
@@ -98,10 +107,21 @@ def test_the_table_names_everything():
     assert all(f">{name}</td>" in page for name in names)
 
 
+def test_own_outputs_add_bytes_and_no_stream():
+    """Every micro-batch of the step's own outputs has a price, and no stream of its own."""
+    callback = IPULogCallback("loss")
+    counted(callback, Counts(2, 1, 1), net=LogsItsLoss)
+    (row,) = [line for line in str(callback.cost).splitlines() if "own outputs" in line]
+    name = "own outputs, All instead of Final"
+    assert row.split(name)[1].split() == ["-", "-", "4", "33.3%", "0"]
+    assert str(callback.cost).endswith("12 bytes per execution, 1 extra output stream")
+
+
 def test_an_uncompiled_callback_costs_nothing():
     """Before a compile there is nothing to tell."""
     cost = IPULogCallback("*", gradients="*").cost
     assert str(cost) == "nothing is anchored"
+    assert cost._repr_html_() == "<p>nothing is anchored</p>"
     assert cost.bytes_per_execution() == 0
 
 

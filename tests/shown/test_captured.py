@@ -4,7 +4,7 @@ import warnings
 import pytest
 import torch
 
-from ipu_log_callback import IPULogCallback, live
+from ipu_log_callback import IPULogCallback, anchor, live
 from ipu_log_callback.errors import UnknownKeyError
 from ipu_log_callback.tables import Table
 
@@ -93,6 +93,51 @@ def test_it_outlives_the_run_and_holds_nothing_of_it():
     held = pickle.dumps(made.captured)
     assert b"torch" not in held.replace(b"torchmetrics", b"")
     assert str(pickle.loads(held)) == str(made.captured)  # noqa: S301 - pickled a line above
+
+
+class LogsADict(Net):
+    """Logs by `log_dict`, and anchors numbers."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = torch.nn.functional.cross_entropy(self.layer(x), y)
+        anchor("numbers", x, reduce="stats")
+        self.log_dict({"mean": x.mean(), "peak": x.max()}, on_epoch=True, logger=False)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("only", batch[0].mean(), on_epoch=None)
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return self.layer(batch[0])
+
+
+def test_options_are_those_that_the_user_chose():
+    """Not the defaults that Lightning's `log_dict` hands on; an anchor shows its statistics."""
+    made = IPULogCallback("*")
+    fit(made, module=LogsADict)
+    numbers, *logged = made.captured["training_step"].calls
+    assert (numbers.call, numbers.value) == ("anchor", "7 of float32 []")
+    assert numbers.options.startswith("norm, mean, ")
+    assert [call.key for call in logged] == ["mean", "peak"]
+    for call in logged:
+        assert sorted(call.options.split(", ")) == ["logger=False", "on_epoch=True"]
+    (only,) = made.captured["validation_step"].calls
+    assert only.options == ""
+
+
+def test_a_step_is_headed_by_what_it_called():
+    """One of a thing is told in the singular; a step without calls says so."""
+    made = IPULogCallback("*")
+    fit(made, module=LogsADict)
+    headline = str(made.captured["validation_step"]).splitlines()[0]
+    assert headline == (
+        "LogsADict.validation_step: 1 call, 4 B per execution in 1 output tensor of 1 result"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(made).predict(LogsADict(), loader())
+    assert str(made.captured["predict_step"]) == "LogsADict.predict_step: no calls"
 
 
 def test_before_a_run_there_is_nothing_and_it_says_so():
