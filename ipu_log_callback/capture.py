@@ -262,11 +262,10 @@ class Capture:
     ) -> None:
         """Let Lightning check a call now: its errors must not wait for the first execution."""
         stand_ins = map_leaves(args, self._stand_in)
-        weights = {k: 1 if isinstance(v, AnchoredOutput) else v for k, v in options.items()}
         with warnings.catch_warnings():
             # replay gives the same warnings
             warnings.simplefilter("ignore")
-            original(self.module, *stand_ins, **weights)
+            original(self.module, *stand_ins, **options)
 
     def _stand_in(self, leaf: Any) -> Any:
         """What Lightning can check in place of a value that is not known yet."""

@@ -5,6 +5,7 @@ import torch
 from host_capture import OnTheHost
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 
+from ipu_log_callback.errors import StepCaptureError
 from ipu_log_callback.metrics import Metrics
 from ipu_log_callback.record import LoggedCollection
 from ipu_log_callback.selection import Selection
@@ -135,6 +136,26 @@ def test_a_cheaper_call_of_a_name_hides_no_dearer_one():
 
     record, _ = captured((), step)
     assert [(key.name, key.bytes) for key in record.dropped] == [("a", 4)]
+
+
+@pytest.mark.parametrize(
+    ("value", "call"),
+    [
+        (lambda module, x: module.total(x), "self.total(...)"),
+        (lambda module, x: module.total.compute(), "self.total.compute()"),
+        (lambda module, x: module.group(x)["val_low"], "self.group(...)"),
+        (lambda module, x: module.group.compute()["val_high"], "self.group.compute()"),
+    ],
+)
+def test_the_value_of_a_metrics_call_knows_the_call(value, call):
+    """A step that uses it before the host has it is told which one."""
+
+    def step(module, log, log_dict):
+        value(module, torch.tensor(1.0)) * 2
+
+    with pytest.raises(StepCaptureError) as caught:
+        captured(["*"], step)
+    assert f"`{call}` was used in `Net.validation_step`" in str(caught.value)
 
 
 def test_a_metric_that_is_logged_under_another_name_is_fed():

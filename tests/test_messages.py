@@ -100,8 +100,11 @@ class UsesAMetricsValue(Net):
 class LogsALoss(Net):
     def training_step(self, batch, batch_idx):
         x, y = batch
+        loss = self.loss(batch)
+        self.log("total", loss)
         self.log("mae", F.l1_loss(self(x).squeeze(-1), y))
-        return self.loss(batch)
+        self.log("largest", x.amax())
+        return loss
 
 
 class LogsAMaximum(Net):
@@ -333,9 +336,9 @@ ERRORS = [
         "second loss",
         running(LogsALoss, fit),
         "SecondLossError",
-        r"'mae'.* in `LogsALoss\.training_step`",
+        r"`self\.log\('mae', \.\.\.\)` in `LogsALoss\.training_step`",
         {
-            "where": HERE,
+            "where": HERE + "$",
             "received": "Multiple independent losses",
             "expected": "one torch loss function",
             "why": "even detached",

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 
 from .bench import ONE_TO_ONE, Net, Setting, check_parity, observe, pl, validate_only
 
@@ -284,12 +285,25 @@ class ChildLogs(Net):
         return self.child.shared_step(batch, "child")
 
 
-def test_a_child_modules_own_log_ends_as_on_the_cpu():
+class ChildLogsACollection(ChildLogs):
+    """A child LightningModule whose `log_dict` is called with metrics of the outer one."""
+
+    def __init__(self):
+        super().__init__()
+        self.pair = MetricCollection([MeanMetric(), MaxMetric()])
+
+    def validation_step(self, batch, batch_idx):
+        self.pair.update(self.loss(batch))
+        self.child.log_dict(self.pair)
+
+
+@pytest.mark.parametrize("module", [ChildLogs, ChildLogsACollection])
+def test_a_child_modules_own_log_ends_as_on_the_cpu(module):
     """Lightning manages the outer module only: both sides raise the same, or log the same."""
     outcomes = []
     for ipu in (False, True):
         try:
-            outcomes.append(sorted(observe(ipu, ChildLogs, validate_only).final[0]))
+            outcomes.append(sorted(observe(ipu, module, validate_only).final[0]))
         except Exception as error:  # noqa: BLE001, PERF203 - whatever the CPU run raises
             outcomes.append((type(error), str(error)))
     assert outcomes[0] == outcomes[1]

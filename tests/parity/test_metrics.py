@@ -343,6 +343,20 @@ class CollectionBatchValues(Net):
         self.log_dict(self.pair(*multiclass(batch[0])), **LEVELS)
 
 
+class CalledCollection(Net):
+    """A collection that is called and logged as a whole, on the step as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.pair = MetricCollection(
+            {"a": torchmetrics.Accuracy(**THREE), "f": torchmetrics.F1Score(**THREE)}
+        )
+
+    def validation_step(self, batch, batch_idx):
+        self.pair(*multiclass(batch[0]))
+        self.log_dict(self.pair, **LEVELS)
+
+
 class ComputeGroups(Net):
     """A collection whose members share their states."""
 
@@ -467,7 +481,8 @@ class TwoNames(Net):
 
 MODULES = [
     PerStage, InModuleDict, InModuleList, InSubmodule, EpochEnd, ComputesInBatchEnd,
-    CollectionBatchValues, ComputeGroups, Shared, Arguments, Twice, Lists, OwnMetric, TwoNames,
+    CollectionBatchValues, CalledCollection, ComputeGroups, Shared, Arguments, Twice, Lists,
+    OwnMetric, TwoNames,
 ]  # fmt: skip
 
 

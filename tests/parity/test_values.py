@@ -150,6 +150,7 @@ def test_frozen_numbers_are_warned_about_with_the_line_to_type():
     seen = observe(True, logging(lambda x, loss: 0.25), validate_only)
     (text,) = seen.warnings
     assert "self.log('val_v', live(lambda: ...))" in text
+    assert "in `Net.validation_step`" in text
     assert "float 0.25" in text
 
 

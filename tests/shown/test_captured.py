@@ -3,12 +3,13 @@ import warnings
 
 import pytest
 import torch
+from torchmetrics import Accuracy, ClasswiseWrapper, MeanMetric, MetricCollection
 
 from ipu_log_callback import IPULogCallback, anchor, live
 from ipu_log_callback.errors import UnknownKeyError
 from ipu_log_callback.tables import Table
 
-from .runs import Net, fit, loader, trainer
+from .runs import Net, fit, loader, quiet, trainer
 
 
 class Logs(Net):
@@ -68,6 +69,38 @@ def test_metrics_and_what_was_dropped_are_told(callback):
     assert calls["val_accuracy"].value == "MulticlassAccuracy"
     assert callback.captured["training_step"].dropped == ("unwanted",)
     assert "'unwanted'" in str(callback.captured)
+
+
+class LogsDicts(Net):
+    """Logs a whole collection, and the dict that a wrapper's call returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.means = MetricCollection({"one": MeanMetric(), "two": MeanMetric()}, prefix="mean_")
+        self.by_class = ClasswiseWrapper(Accuracy(task="multiclass", num_classes=3, average=None))
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log_dict(self.means, prog_bar=True)
+        self.log_dict(self.by_class(self.layer(x), y), on_epoch=True)
+
+
+def test_a_log_dict_of_metrics_is_one_row():
+    """With the keys that are known, what was given, the options as typed, and the line."""
+    made = IPULogCallback("*")
+    with quiet():
+        trainer(made).validate(LogsDicts(), loader(2), verbose=False)
+    first, called, second = made.captured["validation_step"].calls
+    assert (first.key, first.call, first.value) == (
+        "mean_one, mean_two",
+        "self.log_dict",
+        "MetricCollection",
+    )
+    assert (called.key, called.call) == ("by_class", "self.by_class")
+    assert (second.key, second.call, second.value) == ("*", "self.log_dict", "a metric's dict")
+    assert (first.options, second.options) == ("prog_bar=True", "on_epoch=True")
+    assert str(first.site).startswith("test_captured.py:")
+    assert second.site.line == called.site.line == first.site.line + 1
 
 
 def test_text_and_html_say_the_same(callback):
