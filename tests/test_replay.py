@@ -23,7 +23,7 @@ from ipu_log_callback.replay import Replay, over_processes, reduction_of
 from ipu_log_callback.wire import pack
 
 SITE = CallSite("net.py", 1)
-ALL = [Geometry(1, 1, 1), Geometry(3, 1, 1), Geometry(2, 1, 2)]
+ALL = [Geometry(1, 1, 1), Geometry(3, 1, 1), Geometry(1, 1, 2)]
 SUMMED = [Geometry(2, 1, 1, "Sum"), Geometry(2, 3, 2, "Sum")]
 
 REFERENCE = {
@@ -101,6 +101,7 @@ def test_a_value_is_the_reduction_of_the_micro_batches(geometry, kind, reduce_fx
     assert name == "v"
     assert options == {"reduce_fx": reduce_fx}
     assert torch.as_tensor(value).numel() == 1
+    assert torch.as_tensor(value).dtype in (torch.get_default_dtype(), torch.long)
     assert float(value) == pytest.approx(float(expected), rel=1e-6)
     if not values.is_floating_point() and reduction_of(options) != "mean":
         assert int(value) == int(expected)
@@ -160,17 +161,17 @@ def test_a_live_batch_size_is_asked_at_every_execution():
     assert said[0][2] == {"batch_size": 21}
 
 
-@pytest.mark.parametrize("sizes", [[1, 2, 5], [0, 0, 4], [0, 0, 0]])
+@pytest.mark.parametrize("sizes", [[1, 2, 5], [0, 0, 1], [0, 0, 0]])
 def test_a_batch_size_from_the_device_weights_the_mean(sizes):
     """Micro-batches of different sizes; if all are empty, each counts the same."""
     values = torch.tensor([1.0, 2.0, 6.0])
     tensors = [values, torch.tensor(sizes, dtype=torch.int32)]
-    options = {"batch_size": output(1, torch.int32)}
+    options = {"batch_size": output(1, torch.int32), "on_epoch": True}
     weights = torch.tensor(sizes).double()
     expected = (values * weights).sum() / weights.sum() if sum(sizes) else values.mean()
     said, _ = replayed([("v", output(0), options)], tensors, ALL[1])
     assert float(said[0][1]) == pytest.approx(float(expected))
-    assert said[0][2] == {"batch_size": sum(sizes)}
+    assert said[0][2] == {"batch_size": sum(sizes), "on_epoch": True}
 
 
 def test_a_batch_size_from_the_device_leaves_sums_and_extremes_alone():
@@ -220,13 +221,15 @@ def test_a_dict_of_values_is_reduced_entry_by_entry():
     assert seen == []
 
 
-def test_a_constant_that_came_back_once_counts_for_every_micro_batch():
+@pytest.mark.parametrize("geometry", [Geometry(2, 1, 2), Geometry(2, 1, 1)], ids=str)
+def test_a_constant_that_came_back_once_counts_for_every_micro_batch(geometry):
     """PopTorch does not batch an output that is made of constants only."""
+    count = geometry.micro_batches
     calls = [(how, output(0), {"reduce_fx": how}) for how in ("mean", "sum", "min")]
     calls.append(("weighed", output(0), {"batch_size": LiveValue(lambda: 2)}))
-    said, seen = replayed(calls, [torch.tensor([1.5])], Geometry(2, 1, 2))
-    assert [float(value) for _, value, _ in said] == [1.5, 6.0, 1.5, 1.5]
-    assert [values.tolist() for values in seen] == [[1.5] * 4] * 4
+    said, seen = replayed(calls, [torch.tensor([1.5])], geometry)
+    assert [float(value) for _, value, _ in said] == [1.5, 1.5 * count, 1.5, 1.5]
+    assert [values.tolist() for values in seen] == [[1.5] * count] * 4
 
 
 @pytest.mark.parametrize("geometry", [ALL[1], SUMMED[0]], ids=str)
@@ -266,42 +269,57 @@ class MeanAndSquare(tm.MeanMetric):
         return {"mean": mean, "square": mean**2}
 
 
-def test_a_dict_that_a_metric_returned_is_logged_entry_by_entry():
+@pytest.mark.parametrize("geometry", ALL, ids=str)
+def test_a_dict_that_a_metric_returned_is_logged_entry_by_entry(geometry):
     """Its keys are known on the host only; those that are wanted have the call's options."""
     options = {"reduce_fx": "sum", "batch_size": 2}
     events = [
         MetricCall(MeanAndSquare(), "both", "forward", (output(0),), {}, 0, SITE),
         LoggedResults(MetricResult(0), {"square"}.__contains__, options, SITE),
-        ("mean of it", MetricResult(0, "mean"), {}),
+        ("largest mean", MetricResult(0, "mean"), {"reduce_fx": "max"}),
     ]
-    said, seen = replayed(events, [torch.tensor([1.0, 2.0, 6.0])], ALL[1])
-    assert said == [("square", 41.0, {**options, "batch_size": 6}), ("mean of it", 3.0, {})]
-    assert [values.tolist() for values in seen] == [[1.0, 2.0, 6.0]]
+    values = torch.arange(1.0, 1 + geometry.micro_batches)
+    said, seen = replayed(events, [values], geometry)
+    assert said == [
+        ("square", (values**2).sum(), {**options, "batch_size": 2 * len(values)}),
+        ("largest mean", len(values), {"reduce_fx": "max"}),
+    ]
+    assert [each.tolist() for each in seen] == [values.tolist()]
 
 
-class InHalf(tm.SumMetric):
-    """A user's metric whose value is a half."""
+class Sum(tm.SumMetric):
+    """A user's metric with a value of its own precision."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype_of_value = dtype
 
     def compute(self):
-        return super().compute().half()
+        return super().compute().to(self.dtype_of_value)
 
 
-def test_halves_of_a_metric_are_widened():
-    """A CPU run adds them up as float32 too, where they do not overflow."""
-    size = output(1, torch.int32)
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        (torch.half, [60000.0, 60000.0, 60000.0]),
+        (torch.bfloat16, [256.0, 1.0, 1.0]),
+        (torch.double, [2.0**24, 1.0, 1.0]),
+    ],
+    ids=str,
+)
+def test_what_a_metric_returns_is_reduced_without_loss(dtype, values):
+    """Halves would overflow, or round the small ones away; so would doubles, were they narrowed."""
+    sizes = torch.tensor([1, 2, 5], dtype=torch.int32)
     events = [
-        MetricCall(InHalf(), "sum", "forward", (output(0),), {}, 0, SITE),
+        MetricCall(Sum(dtype), "metric", "forward", (output(0),), {}, 0, SITE),
         ("sum", MetricResult(0), {"reduce_fx": "sum"}),
         ("mean", MetricResult(0), {}),
-        ("weighted", MetricResult(0), {"batch_size": size}),
+        ("weighted", MetricResult(0), {"batch_size": output(1, torch.int32)}),
     ]
-    tensors = [torch.tensor([60000.0] * 3), torch.tensor([1, 2, 5], dtype=torch.int32)]
-    said, _ = replayed(events, tensors, ALL[1])
-    assert [(name, float(value)) for name, value, _ in said] == [
-        ("sum", 180000.0),
-        ("mean", 60000.0),
-        ("weighted", 60000.0),
-    ]
+    said, _ = replayed(events, [torch.tensor(values), sizes], ALL[1])
+    weighted = sum(value * size for value, size in zip(values, sizes.tolist())) / 8
+    expected = [sum(values), sum(values) / 3, weighted]
+    assert [float(value) for _, value, _ in said] == torch.tensor(expected).tolist()
 
 
 @pytest.mark.parametrize("how", ["mean", "sum", "min", "max"])
@@ -319,6 +337,7 @@ def test_whole_numbers_of_processes_stay_exact(how):
     ("values", "weights", "options", "expected"),
     [
         ([1.0, 4.0], [1, 2], {}, 3.0),
+        ([1.0, 4.0], [0, 1], {}, 4.0),
         ([1.0, 4.0], [0, 0], {}, 2.5),
         ([1.0, 4.0], None, {}, 2.5),
         ([1, 4], [1, 2], {"reduce_fx": "mean"}, 3.0),
