@@ -51,8 +51,8 @@ def anchor(
         `tensor`, unchanged.
 
     Raises:
-        StepCaptureError: The name was used before in this step, `tensor` is not a tensor, or
-            `reduce` is unknown or lacks its `range`.
+        StepCaptureError: The name was used before in this step, `tensor` is not a tensor, `reduce`
+            is unknown, or a histogram has no bins or no `range`.
 
     Example:
         >>> hidden = anchor("hidden", torch.zeros(2, 3))
@@ -62,7 +62,7 @@ def anchor(
     # what captures is imported by the first run: this module comes with `import ipu_log_callback`
     from .anchor_calls import record_anchor, reduced
 
-    _check(name, tensor, reduce, range)
+    _check(name, tensor, reduce, bins, range)
     capture = current_capture()
     if capture is not None:
         if capture.takes_anchors:
@@ -90,7 +90,7 @@ def stored_by(trainer: Any, callback: "Optional[IPULogCallback]") -> None:
         _CALLBACKS[id(trainer)] = callback
 
 
-def _check(name: str, tensor: Any, reduce: Optional[str], span: Any) -> None:
+def _check(name: str, tensor: Any, reduce: Optional[str], bins: Any, span: Any) -> None:
     if not isinstance(name, str) or not name:
         problem, fix = f"received {name!r} as name, expected a str", "anchor('hidden', tensor)"
     elif not isinstance(tensor, torch.Tensor):
@@ -99,9 +99,16 @@ def _check(name: str, tensor: Any, reduce: Optional[str], span: Any) -> None:
     elif reduce not in (None, "stats", "histogram"):
         problem = f"received reduce={reduce!r}, expected None, 'stats' or 'histogram'"
         fix = f"anchor('{name}', tensor, reduce='stats')"
-    elif reduce == "histogram" and (span is None or not span[0] < span[1]):
-        problem = f"received range={span!r}, expected its two ends"
+    elif reduce == "histogram" and not _is_span(span):
+        problem = f"received range={span!r}, expected its two ends, the left one first"
         fix = f"anchor('{name}', tensor, reduce='histogram', range=(-4.0, 4.0))"
+    elif reduce == "histogram" and not (isinstance(bins, int) and bins > 0):
+        problem = f"received bins={bins!r}, expected a whole number of 1 or more"
+        fix = f"anchor('{name}', tensor, reduce='histogram', bins=32, range={tuple(span)!r})"
     else:
         return
     raise StepCaptureError(report(f"`anchor({name!r}, ...)` {problem}", fix=fix))
+
+
+def _is_span(span: Any) -> bool:
+    return isinstance(span, (tuple, list)) and len(span) == 2 and span[0] < span[1]

@@ -43,7 +43,11 @@ class IPULogError(RuntimeError):
 
 
 class KeySelectionError(IPULogError, ValueError):
-    """An argument of `IPULogCallback` cannot be what the user meant. Raised by the constructor."""
+    """An argument cannot be what the user meant.
+
+    Raised by the constructor of `IPULogCallback`, for globs that match nothing in the strategy's
+    setup, and by `doctor.check`.
+    """
 
 
 class CallbackSetupError(IPULogError):

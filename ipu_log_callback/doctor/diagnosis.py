@@ -23,6 +23,7 @@ from ipu_log_callback.doctor.static import (
 from ipu_log_callback.doctor.step_run import Batch, StepRun, run_step
 from ipu_log_callback.doctor.user_code import UserCode
 from ipu_log_callback.doctor.walk import Change, RunFunction, device_tensors_in
+from ipu_log_callback.errors import KeySelectionError, report
 
 __all__ = ["Diagnosis", "check", "diagnose"]
 
@@ -95,12 +96,36 @@ def check(module: Any, batch: Any, *, steps: Sequence[str] = ()) -> Diagnosis:
     Returns:
         The diagnosis; `print` it, or let a notebook show it.
 
+    Raises:
+        KeySelectionError: `module` is no LightningModule, or `steps` has a name that is no step's.
+
     Example:
         >>> print(doctor.check(LitNet(), next(iter(loader))))  # doctest: +SKIP
         LitNet: nothing found that behaves differently once compiled, in training_step
     """
+    _check_arguments(module, steps)
     chosen = tuple(steps) or _own_steps(module)
     return diagnose(module, {step: [Batch(batch, 0)] for step in chosen}, shared_batch=not steps)
+
+
+def _check_arguments(module: Any, steps: Sequence[str]) -> None:
+    if _compat.namespace_of(module, "LightningModule") is None:
+        raise KeySelectionError(
+            report(
+                f"`doctor.check({type(module).__name__}(...), ...)` received a "
+                f"{type(module).__name__}, expected a LightningModule",
+                fix="doctor.check(module, next(iter(loader)))",
+            )
+        )
+    unknown = [step for step in steps if step not in STEPS]
+    if isinstance(steps, str) or unknown:
+        raise KeySelectionError(
+            report(
+                f"`doctor.check(..., steps={steps!r})` received a name that is no step's",
+                expected="some of " + ", ".join(map(repr, STEPS)),
+                fix='doctor.check(module, batch, steps=["training_step"])',
+            )
+        )
 
 
 def _own_steps(module: Any) -> Tuple[str, ...]:

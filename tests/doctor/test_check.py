@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from ipu_log_callback import _compat, doctor
+from ipu_log_callback import IPULogError, _compat, doctor
 from ipu_log_callback.doctor.findings import KINDS
 
 from .clean_modules import CLASSES, Base, Plain
@@ -145,6 +145,20 @@ def test_texts_in_a_batch_are_found(batch):
 
     (found,) = doctor.check(Named(), [*batch, ["a", "b", "c", "d"]]).findings
     assert (found.kind, found.fails) == ("batch-value", True)
+
+
+@pytest.mark.parametrize("steps", [["train"], "training_step", ["training_step", "fit"]])
+def test_a_name_that_is_no_steps_is_refused(steps, batch):
+    """It is no fault of the module, and the error lists the steps that there are."""
+    with pytest.raises(IPULogError, match="'validation_step'") as caught:
+        doctor.check(Plain(), batch, steps=steps)
+    assert f"steps={steps!r}" in str(caught.value).splitlines()[0]
+
+
+def test_only_a_lightning_module_is_diagnosed(batch):
+    """A plain module has no steps."""
+    with pytest.raises(IPULogError, match="received a Linear, expected a LightningModule"):
+        doctor.check(torch.nn.Linear(1, 1), batch)
 
 
 def test_a_finding_of_several_steps_is_told_once(batch):

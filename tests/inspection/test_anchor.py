@@ -328,19 +328,21 @@ def test_a_submodule_whose_shape_changes_between_calls_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("name", "tensor", "how", "text"),
     [
-        ((1, torch.ones(1)), "as name"),
-        (("x", 1.0), "expected a tensor"),
-        (("x", torch.ones(1), "median"), "reduce='median'"),
-        (("x", torch.ones(1), "histogram"), "range=None"),
+        (1, torch.ones(1), {}, "as name"),
+        ("x", 1.0, {}, "expected a tensor"),
+        ("x", torch.ones(1), {"reduce": "median"}, "reduce='median'"),
+        ("x", torch.ones(1), {"reduce": "histogram"}, "range=None"),
+        ("x", torch.ones(1), {"reduce": "histogram", "range": (1.0, 0.0)}, "the left one first"),
+        ("x", torch.ones(1), {"reduce": "histogram", "range": 4.0}, "range=4.0"),
+        ("x", torch.ones(1), {"reduce": "histogram", "range": (0, 1), "bins": 0}, "bins=0"),
     ],
 )
-def test_arguments_of_anchor_are_checked_everywhere(arguments, text):
+def test_arguments_of_anchor_are_checked_everywhere(name, tensor, how, text):
     """Also off the IPU, so that a step is not found wanting on the device only."""
-    name, tensor, *reduce = arguments
     with pytest.raises(IPULogError, match=text):
-        anchor(name, tensor, reduce=reduce[0] if reduce else None)
+        anchor(name, tensor, **how)
 
 
 def test_an_anchored_loss_is_explained():
