@@ -2,13 +2,16 @@
 
 import builtins
 import math
+import re
 
 import pytest
 import torch
 import torchmetrics as tm
 
+from ipu_log_callback.errors import OutputModeError
 from ipu_log_callback.geometry import Geometry
 from ipu_log_callback.record import (
+    AnchoredCall,
     AnchoredOutput,
     CallSite,
     LiveValue,
@@ -20,7 +23,7 @@ from ipu_log_callback.record import (
     StepRecord,
 )
 from ipu_log_callback.replay import Replay, over_processes, reduction_of
-from ipu_log_callback.wire import pack
+from ipu_log_callback.wire import Wire, pack
 
 SITE = CallSite("net.py", 1)
 ALL = [Geometry(1, 1, 1), Geometry(3, 1, 1), Geometry(1, 1, 2)]
@@ -362,3 +365,35 @@ def test_a_number_of_the_host_may_be_weighted_anew_at_every_execution(live):
     size = LiveValue(lambda: 4) if live else output(0, torch.int32)
     said, _ = replayed([("v", 0.5, {"batch_size": size})], [] if live else [sizes], ALL[1])
     assert said == [("v", 0.5, {"batch_size": 12 if live else 8})]
+
+
+FIT_FOR_SUM = (
+    LoggedCall("mean", output(0), {"batch_size": 2}, SITE),
+    LoggedCall("sum", output(0), {"reduce_fx": torch.sum}, SITE),
+    LoggedCollection({}, (), {"reduce_fx": "max"}, SITE),
+    AnchoredCall(
+        "counts", "anchored", AnchoredOutput(1, (4,), torch.int32), SITE, edges=(0.0, 1.0)
+    ),
+)
+NEED_EVERY_MICRO_BATCH = {
+    "`self.log('v', ..., reduce_fx='max')`": LoggedCall("v", output(0), {"reduce_fx": max}, SITE),
+    "`self.log('v', ..., batch_size=tensor)`": LoggedCall(
+        "v", output(0), {"batch_size": output(1)}, SITE
+    ),
+    "`self.acc.update(...)`": MetricCall(None, "acc", "update", (output(0),), {}, 0, SITE),
+    "`anchor('hidden', ...)`": AnchoredCall("hidden", "anchored", output(0), SITE),
+}
+
+
+@pytest.mark.parametrize("call", NEED_EVERY_MICRO_BATCH)
+def test_what_needs_every_micro_batch_is_refused_by_name_under_sum(call):
+    """Means, sums and counts survive the device's sum, wherever they stand in the step."""
+    events = (*FIT_FOR_SUM, NEED_EVERY_MICRO_BATCH[call])
+    wire = Wire(floats=(output(0),), integers=(output(1, torch.int32),))
+    for geometry in (*ALL, Geometry(1, 1, 2, "Sum")):
+        Replay(StepRecord("test_step", "Net", events), wire, geometry)
+    for geometry in SUMMED:
+        Replay(StepRecord("test_step", "Net", FIT_FOR_SUM), wire, geometry)
+        with pytest.raises(OutputModeError, match=re.escape(f"{call} in `Net.test_step`")) as error:
+            Replay(StepRecord("test_step", "Net", events), wire, geometry)
+        assert str(SITE) in str(error.value)
