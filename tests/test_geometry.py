@@ -60,6 +60,7 @@ def test_results_are_counted_as_they_come_back(geometry):
     values = [torch.zeros(1) for _ in range(geometry.micro_batches)]
     expected = returned(values, geometry.output_mode, geometry.period, geometry.replicas)
     assert geometry.results == len(expected)
+    assert isinstance(geometry.results, int)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
