@@ -53,13 +53,13 @@ class IPULogCallback(_compat.Callback):
     ones as outputs of the step, and replays the calls after every execution with the values that
     came back. On any other strategy it does nothing.
 
-    ==============  ===========================================================================
-    key             value
-    ==============  ===========================================================================
-    as in the step  reduced by the call's `reduce_fx` over the micro-batches of an execution
-                    (`on_step`), or over the epoch (`on_epoch`)
-    `grad/norm`     norm of all `gradients` together, mean over the execution's weight updates
-    ==============  ===========================================================================
+    | key | value |
+    | --- | --- |
+    | as in the step | `on_step`: an execution's micro-batches, reduced by the call's `reduce_fx` |
+    | | `on_epoch`: the epoch's micro-batches, likewise |
+    | `<kind>/<name>/<statistic>` | of what is looked at: see below |
+    | `grad/norm` | norm of all `gradients` together, mean over the execution's weight updates |
+    | `ipu_log/...` | seconds, with `measure_cost` |
 
     All are logged under the step's own hook, as soon as its execution is over: in the trainer's
     step, where a CPU run logs, so that schedulers and the hooks around the optimizer see them; of
@@ -68,14 +68,16 @@ class IPULogCallback(_compat.Callback):
 
     With `gradients`, `weights`, `optimizer_state`, `activations` and `tensors` a key
     `<kind>/<name>/<statistic>` each, such as `grad/encoder.0.weight/norm`; the kind is `grad`,
-    `weight`, `optim`, `activation` or `tensor`. An execution's updates or micro-batches are
-    averaged; of `min`, `max` and `abs_max` the extreme is taken.
+    `weight`, `optim`, `activation` or `tensor`, and `anchored` for `anchor(..., reduce="stats")`.
+    An execution's updates or micro-batches are averaged; of `min`, `max` and `abs_max` the extreme
+    is taken.
 
     Args:
         keys: Names, or globs such as `"val_*"` and `"*"`, of what to anchor: keys of `self.log`
             and `self.log_dict`, attribute paths of torchmetrics objects. Nothing is anchored
-            unless selected; each scalar costs 4 bytes per micro-batch, and all of a step travel
-            in one tensor. What is logged and not selected is listed in one warning a run.
+            unless selected; each scalar costs 4 bytes per micro-batch, and those of a step travel
+            in one tensor for each kind of number. What is logged and not selected is listed in one
+            warning a run.
         enabled: False makes every `self.log` in a compiled step a silent no-op; nothing is
             anchored, whatever else is asked for.
         output_mode: `"auto"` has every micro-batch returned, whatever output mode the strategy's
