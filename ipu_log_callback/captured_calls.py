@@ -71,7 +71,7 @@ def _described(event: Event, size: int) -> CapturedCall:
 def _described_anchor(event: AnchoredCall, size: int) -> CapturedCall:
     call = "anchor" if event.kind == "anchored" else event.kind
     value, options = _value_text(event.value), ", ".join(event.statistics)
-    if event.statistics:
+    if len(event.statistics) > 1:
         value = f"{len(event.statistics)} of {_value_text(event.value[0])}"
     elif event.edges:
         options = f"{len(event.edges) - 1} bins"

@@ -145,6 +145,17 @@ class LogsADict(Net):
         return self.layer(batch[0])
 
 
+class Silent(Net):
+    """Logs nothing."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return torch.nn.functional.cross_entropy(self.layer(x), y)
+
+    def validation_step(self, batch, batch_idx):
+        self.layer(batch[0])
+
+
 def test_options_are_those_that_the_user_chose():
     """Not the defaults that Lightning's `log_dict` hands on; an anchor shows its statistics."""
     made = IPULogCallback("*")
@@ -157,6 +168,14 @@ def test_options_are_those_that_the_user_chose():
         assert sorted(call.options.split(", ")) == ["logger=False", "on_epoch=True"]
     (only,) = made.captured["validation_step"].calls
     assert only.options == ""
+
+
+def test_a_single_statistic_is_told_as_its_number():
+    """What travels of an activation of which one statistic is wanted is one number."""
+    made = IPULogCallback(activations="layer", reduce_activations="stats", cost_warning=None)
+    fit(made, module=Silent)
+    (norm,) = made.captured["training_step"].calls
+    assert (norm.call, norm.value, norm.options) == ("activation", "float32 []", "norm")
 
 
 def test_a_step_is_headed_by_what_it_called():
