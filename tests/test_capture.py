@@ -5,9 +5,10 @@ import torch
 from host_capture import OnTheHost
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 
+from ipu_log_callback.call_site import source_line
 from ipu_log_callback.errors import StepCaptureError
-from ipu_log_callback.metrics import Metrics
-from ipu_log_callback.record import LoggedCollection
+from ipu_log_callback.metrics import Metrics, PendingMetricValue
+from ipu_log_callback.record import AnchoredOutput, LoggedCollection, MetricResult
 from ipu_log_callback.selection import Selection
 
 
@@ -30,8 +31,11 @@ def captured(keys, step):
     def log(name, value, **options):
         capture.record_log(None, name, value, options)
 
-    def log_dict(collection, **options):
-        capture.record_log_collection(None, collection, options)
+    def log_dict(given, **options):
+        if isinstance(given, PendingMetricValue):
+            capture.record_log_results(given, options)
+        else:
+            capture.record_log_collection(None, given, options)
 
     with metrics.recorded(capture.record_metric):
         step(module, log, log_dict)
@@ -136,6 +140,85 @@ def test_a_cheaper_call_of_a_name_hides_no_dearer_one():
 
     record, _ = captured((), step)
     assert [(key.name, key.bytes) for key in record.dropped] == [("a", 4)]
+
+
+def test_of_calls_that_cost_the_same_the_first_is_told():
+    """A metric that is fed twice is told once, at the first of the two lines."""
+
+    def step(module, log, log_dict):
+        module.total.update(torch.tensor(1.0))
+        module.total.update(torch.tensor(2.0))
+
+    record, _ = captured((), step)
+    (key,) = record.dropped
+    assert "tensor(1.0)" in source_line(key.site)
+
+
+def test_what_costs_nothing_in_a_metric_is_not_told():
+    """A value that is asked for and a reset carry nothing to the host."""
+
+    def step(module, log, log_dict):
+        module.total.reset()
+        module.all.compute()
+
+    record, _ = captured((), step)
+    assert record.events == record.dropped == ()
+
+
+@pytest.mark.parametrize(
+    ("keys", "fed"),
+    [(["first"], {"total"}), (["second"], {"group"}), (["*t", "*d"], {"total", "group"})],
+)
+def test_a_metric_whose_value_is_logged_is_fed(keys, fed):
+    """The value's key selects the metric; the record knows which call gives the value."""
+
+    def step(module, log, log_dict):
+        x = torch.tensor(1.0)
+        log("first", module.total(x))
+        log("second", module.group(value=x)["val_low"])
+
+    record, _ = captured(keys, step)
+    numbers = {call.path: call.number for call in record.metric_calls}
+    assert set(numbers) == fed
+    assert all(
+        isinstance(leaf, AnchoredOutput)
+        for call in record.metric_calls
+        for leaf in (*call.args, *call.kwargs.values())
+    )
+    values = {"first": ("total", None), "second": ("group", "val_low")}
+    for logged in record.logged:
+        path, key = values[logged.name]
+        assert logged.value == MetricResult(numbers[path], key)
+
+
+def test_a_call_that_has_no_value_returns_none():
+    """`update` and `reset` return nothing, in a step as elsewhere."""
+    returned = []
+
+    def step(module, log, log_dict):
+        returned.append(module.total.update(torch.tensor(1.0)))
+        returned.append(module.total.reset())
+
+    captured(["*"], step)
+    assert returned == [None, None]
+
+
+@pytest.mark.parametrize("keys", [(), ["val_*"]])
+def test_a_dict_whose_keys_the_host_will_know_is_recorded_if_anything_is_selected(keys):
+    """Its keys are told apart on the host; where nothing is selected nothing is carried."""
+
+    def step(module, log, log_dict):
+        log_dict(module.all(torch.ones(3)), on_epoch=True)
+
+    record, wire = captured(keys, step)
+    assert len(record.logged) == len(record.metric_calls) == bool(keys)
+    assert wire.carries_anchored == bool(keys)
+    if keys:
+        (logged,) = record.logged
+        assert logged.result == MetricResult(record.metric_calls[0].number)
+        assert logged.selects("val_low")
+        assert not logged.selects("low")
+        assert logged.options == {"on_epoch": True}
 
 
 @pytest.mark.parametrize(
