@@ -157,10 +157,9 @@ class Run:
         """Say once what was logged and not selected, and what was selected and never logged."""
         self._warn_of_dropped()
         self._inspector.tell()
-        # in `predict_step` Lightning has no `self.log`
-        steps = {listener.record.step for listener in self.listeners if listener.record}
-        ran = bool(steps - {"predict_step"})
-        for pattern, nearest in self._selection.unmatched() if ran else ():
+        # `validate` and `test` do not run the steps that other keys are of
+        trained = any(listener.training and listener.record for listener in self.listeners)
+        for pattern, nearest in self._selection.unmatched() if trained else ():
             warn(
                 report(
                     f"`IPULogCallback(keys=[{pattern!r}])` selected nothing in this run",

@@ -638,30 +638,41 @@ def test_the_hook_that_is_told_follows_the_step(step, hook):
         check_key("l_tensor(1)", f"Net.{step}", CallSite(__file__, 1))
 
 
+class LogsItsMean(Net):
+    """Logs one key in each step that can."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_mean", batch[0].mean())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_mean", batch[0].mean())
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_mean", batch[0].mean())
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return batch[0] * 2
+
+
 def test_a_pattern_that_selects_nothing_is_told_at_the_users_line():
     """The warning points at the call that ran the trainer, not into the package."""
 
-    class One(Net):
-        def validation_step(self, batch, batch_idx):
-            self.log("val_mean", batch[0].mean())
-
     def program(run):
-        run.trainer().validate(run.module, run.loader(), verbose=False)
+        run.trainer().fit(run.module, run.loader())
 
-    (nothing,) = warnings_of(program, ["val_*", "val_maen"], One)
-    assert "'val_maen'" in str(nothing.message).splitlines()[0]
-    assert "nearest  'val_mean'" in str(nothing.message)
+    (nothing,) = warnings_of(program, ["train_*", "train_maen"], LogsItsMean)
+    assert "'train_maen'" in str(nothing.message).splitlines()[0]
+    assert "nearest  'train_mean'" in str(nothing.message)
     assert nothing.filename == __file__
 
 
-def test_a_prediction_has_nothing_to_select():
-    """In `predict_step` Lightning has no `self.log`: keys for other steps are no fault."""
-
-    class Predicts(Net):
-        def predict_step(self, batch, batch_idx, dataloader_idx=0):
-            return batch[0] * 2
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+def test_keys_of_steps_that_a_run_does_not_execute_are_no_fault(method):
+    """One callback is made for training and evaluation; in `predict_step` nothing is logged."""
 
     def program(run):
-        run.trainer().predict(run.module, run.loader())
+        getattr(run.trainer(), method)(run.module, run.loader())
 
-    assert warnings_of(program, ["val_*"], Predicts) == []
+    assert warnings_of(program, ["train_*", "val_*", "test_mean"], LogsItsMean) == []
