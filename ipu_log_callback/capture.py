@@ -102,9 +102,7 @@ class Capture:
             stack.enter_context(_logging_intercepted(self.module))
             stack.enter_context(self._metrics.recorded(self.record_metric))
             stack.enter_context(explained(self.name))
-            if not self._traced:
-                # in trace mode the tracer alone watches torch's functions
-                stack.enter_context(self._losses)
+            stack.enter_context(self._losses)
             stack.enter_context(WriteWatch(self._anchors.clear))
             return function(*args, **kwargs)
 

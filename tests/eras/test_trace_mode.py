@@ -14,6 +14,7 @@ from parity import bench
 from parity.bench import Net, Setting, check_parity, observe
 
 from ipu_log_callback import IPULogCallback
+from ipu_log_callback.errors import SecondLossError
 
 CUT = Setting()
 GEOMETRIES = [(1, 1, 1), (3, 2, 1), (2, 2, 2)]
@@ -130,6 +131,18 @@ class DictSteps(Net):
 def test_dict_returning_steps_with_metrics_log_what_the_cpu_run_logs(geometry):
     """Rows, metrics' states and weights, for several geometries."""
     check_parity(DictSteps, setting=Setting(*geometry), tolerance=1e-4)
+
+
+def test_a_second_loss_is_told_by_its_key():
+    """Of all that is logged only the loss that is not returned is named."""
+
+    def logs(self, stage, x, loss):
+        self.log("total", loss)
+        self.log("mae", torch.nn.functional.l1_loss(self(x), x[:, :1]))
+        self.log("largest", x.amax())
+
+    with pytest.raises(SecondLossError, match=r"^`self\.log\('mae', \.\.\.\)`"):
+        observe(True, lambda: Net(logs))
 
 
 def test_both_front_ends_log_the_same(monkeypatch):

@@ -1,6 +1,7 @@
 """Any tensor of a step, and the outputs of submodules."""
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -282,8 +283,12 @@ def test_a_name_used_twice_is_an_error_before_the_compile():
             anchor("x", batch[0] * 2)
             return self.loss(batch)
 
-    with pytest.raises(IPULogError, match=r"`anchor\('x', \.\.\.\)` in `Double.training_step`"):
+    with pytest.raises(
+        IPULogError, match=r"`anchor\('x', \.\.\.\)` in `Double.training_step`"
+    ) as caught:
         fit(Double(), IPULogCallback())
+    lines = re.search(r"test_anchor\.py:(\d+), first in test_anchor\.py:(\d+)", str(caught.value))
+    assert int(lines.group(1)) == int(lines.group(2)) + 1
 
 
 @pytest.mark.parametrize("arguments", [{"tensors": {"hidden": "input"}}])
