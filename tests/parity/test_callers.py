@@ -297,7 +297,14 @@ class ChildLogsACollection(ChildLogs):
         self.child.log_dict(self.pair)
 
 
-@pytest.mark.parametrize("module", [ChildLogs, ChildLogsACollection])
+class ChildLogsByName(ChildLogsACollection):
+    """The same with the argument by name."""
+
+    def validation_step(self, batch, batch_idx):
+        self.child.log_dict(dictionary=self.pair)
+
+
+@pytest.mark.parametrize("module", [ChildLogs, ChildLogsACollection, ChildLogsByName])
 def test_a_child_modules_own_log_ends_as_on_the_cpu(module):
     """Lightning manages the outer module only: both sides raise the same, or log the same."""
     outcomes = []
