@@ -100,6 +100,7 @@ class Run:
         """Put everything back. Harmless when called again."""
         self._pending = None
         self._undo.close()
+        _UNDER_WAY.pop(self, None)  # an interrupt may come between its entry and the undo stack's
 
     def abandon(self, interrupted: bool) -> None:
         """Put everything back after an exception, also what the strategy and PopTorch leave.

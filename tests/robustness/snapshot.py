@@ -5,6 +5,9 @@ from typing import Any, Dict, List, Tuple
 import torch
 import torchmetrics
 
+from ipu_log_callback import run as package_run
+from ipu_log_callback.current import current_capture
+
 from .runs import IPUStrategy, pl
 
 __all__ = ["differences", "snapshot"]
@@ -93,7 +96,7 @@ _LIBRARIES: List[Any] = [
 
 
 def snapshot(trainer: Any, module: Any) -> Snapshot:
-    """What the trainer, its strategy, the module and the libraries look like."""
+    """What the trainer, its strategy, the module, the libraries and this package look like."""
     found = _module(module)
     strategy = trainer.strategy
     found[("trainer", "callbacks")] = (
@@ -110,6 +113,8 @@ def snapshot(trainer: Any, module: Any) -> Snapshot:
         for key, value in vars(library).items():
             if not key.startswith("__") and key not in _CACHES:
                 found[("library", library.__name__, key)] = id(value)
+    found[("package", "runs under way")] = len(package_run._UNDER_WAY)
+    found[("package", "capture")] = current_capture()
     found[("mode", "torch function modes")] = (
         torch.overrides._get_current_function_mode_stack()
         if hasattr(torch.overrides, "_get_current_function_mode_stack")
