@@ -141,17 +141,17 @@ def test_scalars_of_one_dtype_travel_as_their_class(dtype, travels_as):
     assert scalars.tolist() == [1, 1]
 
 
-BATCHES = [
-    torch.tensor(3.0),
-    torch.randn(2, 3),
-    torch.full((2,), float("nan")),
-    torch.full((2, 2), float("inf")),
-    torch.tensor([5, 6]),
-    torch.tensor([True, False]),
-]
+BATCHES = {
+    "a scalar": torch.tensor(3.0),
+    "numbers": torch.randn(2, 3),
+    "NaN": torch.full((2,), float("nan")),
+    "infinity": torch.full((2, 2), float("inf")),
+    "integers": torch.tensor([5, 6]),
+    "booleans": torch.tensor([True, False]),
+}
 
 
-@pytest.mark.parametrize("varying", BATCHES, ids=str)
+@pytest.mark.parametrize("varying", BATCHES.values(), ids=BATCHES)
 def test_scalars_are_the_same_whatever_the_batch_holds(varying):
     """What ties a constant to the batch, so that `Sum` sums it, adds nothing to it."""
     tensors = [torch.tensor(1.5), torch.tensor(2**24 + 1, dtype=torch.int32)]
