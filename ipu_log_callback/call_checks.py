@@ -13,7 +13,7 @@ from .errors import StepCaptureError, describe_value, report, shortened, warn
 from .metrics import is_metric
 from .record import CHANGING, CallSite, leaves_of
 
-__all__ = ["check_key", "check_one_number", "frozen_values", "warn_of_frozen"]
+__all__ = ["batch_end_of", "check_key", "check_one_number", "frozen_values", "warn_of_frozen"]
 
 #: How a tensor that was formatted into a key looks; PopTorch prints `<unavailable>` for its values.
 _TENSOR_IN_KEY = re.compile(r"tensor\(|<unavailable>|device='ipu")
@@ -48,13 +48,13 @@ def check_key(name: Any, step: str, site: CallSite) -> None:
                 why="batch_idx and dataloader_idx are tensors in a compiled step, whose "
                 "Python runs only once",
                 fix="leave the index out: Lightning appends `/dataloader_idx_N` itself,\n"
-                f"or log that key in `{_batch_end_of(step)}`, where the index is an int",
+                f"or log that key in `{batch_end_of(step)}`, where the index is an int",
             )
         )
 
 
-def _batch_end_of(step: str) -> str:
-    """The hook that follows a step, such as `LitNet.training_step`."""
+def batch_end_of(step: str) -> str:
+    """The hook that follows a step, `training_step` or `LitNet.training_step`."""
     name = step.rpartition(".")[2].replace("training", "train")
     return f"on_{name.replace('_step', '_batch_end')}"
 

@@ -4,9 +4,10 @@ import tokenize
 from dataclasses import dataclass, replace
 from typing import Any, Dict, NamedTuple, Optional, Tuple
 
+from ipu_log_callback.call_checks import batch_end_of
 from ipu_log_callback.call_site import source_line
 from ipu_log_callback.compilation import STEPS
-from ipu_log_callback.errors import report
+from ipu_log_callback.errors import report, shortened
 from ipu_log_callback.record import CallSite
 
 __all__ = ["KINDS", "Finding", "Kind", "finding"]
@@ -28,11 +29,6 @@ class Kind(NamedTuple):
     fix: str
 
 
-_BATCH_ENDS = {
-    "validation_step": "on_validation_batch_end",
-    "test_step": "on_test_batch_end",
-    "predict_step": "on_predict_batch_end",
-}
 _ONCE = "the step's Python runs only once, when it is compiled"
 _NO_VALUE = f"{_ONCE}; there is no value to read yet"
 
@@ -379,13 +375,12 @@ def finding(
     """
     entry = KINDS[kind]
     quoted = code or ("" if site is None else _code_on(site))
-    quoted = quoted if len(quoted) <= 72 else quoted[:71] + "…"
     place = f"{owner}.{step}" if step else owner
     steps = (step,) if step in STEPS else ()
     return Finding(
         kind=kind,
         fails=(entry.fails if fails is None else fails) and reached,
-        headline=f"`{quoted or '...'}` in `{place}` {_filled(entry.says, what)}",
+        headline=f"`{shortened(quoted, 72) or '...'}` in `{place}` {_filled(entry.says, what)}",
         site=site,
         steps=steps,
         why=_filled(entry.why, what),
@@ -410,7 +405,7 @@ def _code_on(site: CallSite) -> str:
 def _in_hook_of(steps: Tuple[str, ...], fix: str) -> str:
     """A fix that names the hook which runs after the step."""
     for step in steps:
-        fix = fix.replace("on_train_batch_end", _BATCH_ENDS.get(step, "on_train_batch_end"))
+        fix = fix.replace("on_train_batch_end", batch_end_of(step))
     return fix
 
 
