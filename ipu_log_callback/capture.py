@@ -43,10 +43,10 @@ from .structure import tensors_of
 from .wire import Wire, pack
 from .write_watch import WriteWatch
 
-__all__ = ["Capture", "in_trace_mode"]
+__all__ = ["LOG_SIGNATURE", "Capture", "in_trace_mode"]
 
 # As imported: who replaces Lightning's methods later need not keep their signatures.
-_LOG_SIGNATURE = inspect.signature(_compat.LightningModule.log)
+LOG_SIGNATURE = inspect.signature(_compat.LightningModule.log)
 _LOG_DICT_SIGNATURE = inspect.signature(_compat.LightningModule.log_dict)
 
 
@@ -341,7 +341,7 @@ def _logging_intercepted(module: Any) -> Iterator[None]:
         if capture is None or capture.module is not self:
             log(self, *args, **kwargs)
             return
-        passed = _LOG_SIGNATURE.bind(self, *args, **kwargs).arguments
+        passed = LOG_SIGNATURE.bind(self, *args, **kwargs).arguments
         _, name, value = passed.pop("self"), passed.pop("name"), passed.pop("value")
         capture.record_log(log, name, value, passed)
 

@@ -5,7 +5,7 @@ from typing import Any, List, Mapping, Set
 
 import torch
 
-from . import _compat
+from .capture import LOG_SIGNATURE
 from .captured import CapturedCall, CapturedStep
 from .errors import shortened
 from .metrics import is_metric
@@ -25,10 +25,7 @@ from .record import (
 
 __all__ = ["captured_step"]
 
-_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(_compat.LightningModule.log).parameters.items()
-}
+_DEFAULTS = {name: parameter.default for name, parameter in LOG_SIGNATURE.parameters.items()}
 
 
 def captured_step(record: StepRecord, results: int, outputs: int) -> CapturedStep:
