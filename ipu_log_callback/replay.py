@@ -178,7 +178,7 @@ class Replay:
                 value, weight = self._value(event, returned, results)
                 weighed = options if weight is None else dict(options, batch_size=weight)
                 log(event.name, value, **weighed)
-            if seen is not None and self._geometry.micro_batches_per_result == 1:
+            if seen is not None and not self._sums_arrive:
                 values = self._micro_batches(event.value, returned, results)
                 if values is not None:
                     seen(values)
