@@ -218,9 +218,14 @@ def device_apart() -> Iterator[None]:
 
 
 def fit(
-    module: pl.LightningModule, ipu: bool, iterations: int, executions: int, callbacks: List[Any]
+    module: pl.LightningModule,
+    ipu: bool,
+    iterations: int,
+    executions: int,
+    callbacks: List[Any],
+    epochs: int = 1,
 ) -> pl.Trainer:
-    """Train for so many executions, every row kept from the disk."""
+    """Train for so many executions an epoch, every row kept from the disk."""
     batches = executions * (iterations if ipu else 1)
     data = torch.utils.data.TensorDataset(
         torch.randn(batches * SAMPLES, 4), torch.randint(0, 3, (batches * SAMPLES,))
@@ -240,7 +245,7 @@ def fit(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(
-            max_epochs=1,
+            max_epochs=epochs,
             logger=NoLogger(),
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -282,7 +287,7 @@ def host_laps(peer: str, keys: int, iterations: int, executions: int) -> Stopwat
 
 
 def callback_seconds(
-    module: Silent, iterations: int, executions: int, *others: pl.Callback
+    module: Silent, iterations: int, executions: int, *others: pl.Callback, epochs: int = 1
 ) -> float:
     """Median host seconds of all that the callback does after an execution, `self.log` included."""
 
@@ -291,5 +296,5 @@ def callback_seconds(
             return received(*args)
 
     with received_by(timed):
-        fit(module, True, iterations, executions, [IPULogCallback("*"), *others])
+        fit(module, True, iterations, executions, [IPULogCallback("*"), *others], epochs)
     return module.watch.median
